@@ -1,0 +1,1 @@
+"""One module a command; each parses options, calls a stage and prints."""

@@ -1,0 +1,136 @@
+"""``kvit-export validate``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from exporter.commands import options
+from exporter.errors import BadInput, Usage
+
+if TYPE_CHECKING:
+    from exporter.validation.backends import Backend
+    from exporter.validation.report import Report
+    from exporter.validation.runner import Progress as Told
+
+BACKENDS = ("onnxruntime-cpu", "onnxruntime-cuda", "torch")
+
+
+@click.command("validate")
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--backend", type=click.Choice(BACKENDS), help="What runs it.  [default: onnxruntime-cpu for ONNX]")
+@click.option("--golden", type=click.Path(path_type=Path), help="Golden set for a bare .onnx file, or another one.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="For --backend torch.")
+@click.option("--source", help="For --backend torch: the checkpoint, if it is not where the manifest says.")
+@click.option("--case", "only", multiple=True, help="Run only this case; may be repeated. At best NOT VALIDATED.")
+@click.option("--factor", type=float, default=1.0, help="Multiply every limit. At best NOT VALIDATED.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder for report.json and junit.xml.")
+@options.JSON
+def command(
+    artifact: Path,
+    backend: str | None,
+    golden: Path | None,
+    device: str,
+    source: str | None,
+    only: tuple[str, ...],
+    factor: float,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Run an artifact on its golden set and judge it.
+
+    ARTIFACT is a folder that this program wrote, or a bare .onnx file with --golden. Exit code 0 is PASS, 6 FAILED, 7
+    NOT VALIDATED; nothing else is ever 0.
+    """
+    from exporter.progress import progress
+
+    if factor <= 0 or factor != factor:  # noqa: PLR0124 - NaN
+        raise Usage(f"--factor {factor}: expected a number above 0")
+    with progress() as tell:
+
+        def told(name: str, number: int, total: int) -> None:
+            tell(f"validate {name}", number - 1, total)
+
+        if artifact.is_dir() and golden is None and backend != "torch":
+            report = _folder(artifact, backend, only, factor, told)
+        else:
+            report = _other(artifact, backend, golden, device, source, only, factor, told)
+    _finish(report, output, as_json)
+
+
+def _folder(artifact: Path, backend: str | None, only: tuple[str, ...], factor: float, told: Told) -> Report:
+    from exporter.manifest import check_files, read_manifest
+    from exporter.validation.judging import judge_folder
+
+    manifest = read_manifest(artifact)
+    check_files(artifact, manifest)
+    if not any(name.startswith("golden/") for name in manifest.files):
+        raise BadInput(f"{artifact} has no golden set; record one with kvit-export golden and pass --golden")
+    with _onnx_backend(artifact / manifest.artifact, backend) as runner:
+        return judge_folder(artifact, runner, limit_scale=factor, only=only or None, progress=told)[1]
+
+
+def _other(
+    artifact: Path,
+    backend: str | None,
+    golden: Path | None,
+    device: str,
+    source: str | None,
+    only: tuple[str, ...],
+    factor: float,
+    told: Told,
+) -> Report:
+    """A bare file, another golden set, or the live tower: judged by its numbers, recorded in no manifest."""
+    from exporter.manifest import GOLDEN_FOLDER, check_files, read_manifest
+    from exporter.validation.golden import open_golden
+    from exporter.validation.judging import judge_file
+
+    path, kind = artifact, "onnx"
+    if artifact.is_dir():
+        manifest = read_manifest(artifact)
+        check_files(artifact, manifest)
+        path, source = artifact / manifest.artifact, source or manifest.source.given
+        golden = golden or artifact / GOLDEN_FOLDER
+    elif not artifact.exists():
+        raise BadInput(f"{artifact}: no such file or folder")
+    if golden is None:
+        raise Usage(f"{artifact} is a bare file; pass the golden set that shall judge it with --golden")
+    opened = open_golden(golden)
+    runner: AbstractContextManager[Backend]
+    if backend == "torch":
+        with options.needs("validate --backend torch", "cpu"):
+            from exporter.validation.torch_backend import TorchBackend
+        if source is None:
+            raise Usage("--backend torch runs the live tower; pass its checkpoint with --source")
+        kind, runner = "tower", TorchBackend(source, opened.header.dtype, device)
+    else:
+        runner = _onnx_backend(path, backend)
+    with runner as ready:
+        return judge_file(path, kind, ready, opened, limit_scale=factor, only=only or None, progress=told)
+
+
+def _onnx_backend(path: Path, backend: str | None) -> AbstractContextManager[Backend]:
+    from exporter.validation.backends import OrtBackend
+
+    return OrtBackend(path, "cuda" if backend == "onnxruntime-cuda" else "cpu")
+
+
+def _finish(report: Report, output: Path | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from exporter.records import to_text
+    from exporter.validation.report import error_for, print_report, write_report
+
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        write_report(output, report)
+    if as_json:
+        click.echo(to_text(report), nl=False)
+    else:
+        print_report(report, Console(highlight=False))
+    error = error_for(report.judgement)
+    if error is not None:
+        raise error

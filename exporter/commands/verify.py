@@ -1,0 +1,31 @@
+"""``kvit-export verify``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from exporter.commands import options
+
+
+@click.command("verify")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--anywhere", is_flag=True, help="Leave GPU and TensorRT out of the check.")
+@options.JSON
+def command(folder: Path, anywhere: bool, as_json: bool) -> None:
+    """Exit with 0 only if this very artifact passed, for this GPU and this TensorRT.
+
+    Hashes every file and computes the verdict again from the measured numbers; nothing is run. 3: changed or damaged,
+    6: FAILED, 7: not or not completely validated, or for another GPU or TensorRT.
+    """
+    from exporter.validation.verify import verify
+
+    found = verify(folder, anywhere=anywhere)
+    if as_json:
+        click.echo(json.dumps({"verdict": "PASS", **asdict(found)}))
+        return
+    place = f", bound to {found.bound_to}" if found.bound_to else ""
+    click.echo(f"PASS: {folder / found.artifact} ({found.dtype}), {found.cases} cases by {found.backend}{place}.")

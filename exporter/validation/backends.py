@@ -1,0 +1,275 @@
+"""What can run an artifact: the small interface that the gate asks for, and ONNX Runtime behind it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exporter.errors import BadInput, MissingRequirement, one_line
+from exporter.validation.evidence import BackendInfo, DType
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+INPUTS = ("pixel_values", "grid_hws")
+OUTPUT = "image_embeds"
+
+_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
+_DTYPES: dict[int, DType] = {1: "float32", 10: "float16", _BFLOAT16: "bfloat16"}  # by onnx.TensorProto.DataType
+_TENSOR_TYPES: dict[str, DType] = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(bfloat16)": "bfloat16",
+}
+
+
+class CaseSkippedError(Exception):
+    """The artifact does not take this case, such as a grid outside every profile; the verdict is at best open."""
+
+
+class RunCrashedError(Exception):
+    """The artifact ran on this case and gave no output, such as a crash of the process that ran it; that fails."""
+
+
+class Backend(Protocol):
+    """Runs one artifact. It is a context manager; what it holds is released on exit.
+
+    Attributes:
+        name: short, for progress and messages.
+        dtype: of the artifact.
+    """
+
+    name: str
+    dtype: DType
+
+    def describe(self) -> BackendInfo:
+        """Say what really runs, as the session itself reports it."""
+
+    def run(self, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Compute one case.
+
+        Args:
+            pixel_values: [frames, patches, 588], fp32 holding values of the artifact's dtype.
+            grid_hws: (h, w) in patches of each item, [items, 2].
+
+        Returns:
+            The output as fp32, [rows, width].
+
+        Raises:
+            CaseSkippedError: the artifact does not take these sizes.
+            RunCrashedError: it was lost on this case.
+        """
+
+    def __enter__(self) -> Backend: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def _onnxruntime_errors() -> tuple[type[Exception], ...]:
+    """List what ONNX Runtime raises; its exceptions have no common base below Exception."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    own = [entry for entry in vars(state).values() if isinstance(entry, type) and issubclass(entry, Exception)]
+    return (*own, RuntimeError, ValueError, TypeError, MemoryError)
+
+
+def model_dtype(path: Path) -> DType:
+    """Read the dtype of an ONNX vision tower from its input, without its weights.
+
+    Args:
+        path: the ``.onnx`` file.
+
+    Returns:
+        The dtype of ``pixel_values``.
+
+    Raises:
+        BadInput: the file is no such model.
+        MissingRequirement: onnx is not installed.
+    """
+    try:
+        import onnx
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingRequirement("reading an ONNX model needs onnx; install kvit-export[cpu] or [gpu]") from error
+    try:
+        model = onnx.load_model(str(path), load_external_data=False)
+    except (OSError, ValueError, DecodeError) as error:
+        raise BadInput(f"{path} is not a readable ONNX model: {one_line(str(error))[:200]}") from error
+    types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+    if set(types) != set(INPUTS) or [value.name for value in model.graph.output] != [OUTPUT]:
+        raise BadInput(f"{path} is not a vision tower: it does not take {' and '.join(INPUTS)} to {OUTPUT}")
+    if types[INPUTS[0]] not in _DTYPES:
+        raise BadInput(f"{path}: {INPUTS[0]} has ONNX type {types[INPUTS[0]]}, which is none of fp32, fp16 and bf16")
+    return _DTYPES[types[INPUTS[0]]]
+
+
+class OrtBackend:
+    """An ONNX artifact in ONNX Runtime.
+
+    On a CPU a bf16 or fp16 model is emulated: each computing node runs in fp32 between casts, so that rounding happens
+    where the graph says (ONNX Runtime has nearly no bf16 kernels there, and moves fp16 casts as it likes).
+    """
+
+    def __init__(self, path: Path, provider: Literal["cpu", "cuda"] = "cpu", threads: int = 0) -> None:
+        """Load the model.
+
+        Args:
+            path: the ``.onnx`` file, its external data beside it.
+            provider: ``cuda`` is refused where the session would silently run on the CPU.
+            threads: of one operator; 0 lets ONNX Runtime choose.
+
+        Raises:
+            BadInput: the model cannot be loaded.
+            MissingRequirement: onnxruntime or its CUDA provider is missing.
+        """
+        try:
+            import onnxruntime as ort
+        except ImportError as error:
+            raise MissingRequirement("this needs onnxruntime; install kvit-export[cpu] or [gpu]") from error
+        self.name = f"onnxruntime-{provider}"
+        self.dtype = model_dtype(path)
+        self._path = path
+        self._emulated = provider == "cpu" and self.dtype != "float32"
+        self._errors = _onnxruntime_errors()
+        providers = _providers(provider, ort.get_available_providers())
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # its own lines on stderr would break the one-line rule
+        options.intra_op_num_threads = threads
+        model: str | bytes = str(path)
+        if self._emulated:
+            model = self._emulate(options, ort)
+        try:
+            self._session: onnxruntime.InferenceSession | None = ort.InferenceSession(model, options, providers)
+        except self._errors as error:
+            raise BadInput(f"ONNX Runtime cannot load {path}: {_short(error)}") from error
+        self._info = self._read_info(ort.__version__, provider)
+
+    def _emulate(self, options: onnxruntime.SessionOptions, ort: Any) -> bytes:  # noqa: ANN401  # a module
+        from exporter.ort_emulation import emulated_model_bytes
+
+        folder = str(self._path.resolve().parent)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+        # an optimiser may drop a pair of casts, and with it a rounding that the artifact has
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        return emulated_model_bytes(self._path)
+
+    def _read_info(self, version: str, provider: str) -> BackendInfo:
+        actual = tuple(self._live_session().get_providers())
+        if provider == "cuda" and actual[:1] != ("CUDAExecutionProvider",):
+            raise MissingRequirement(
+                f"ONNX Runtime fell back to {', '.join(actual)}: no usable CUDA device or libraries; "
+                "check nvidia-smi and that onnxruntime-gpu matches CUDA, or use --backend onnxruntime-cpu"
+            )
+        capability = cuda_capability() if provider == "cuda" else None
+        return BackendInfo("onnxruntime", version, provider, actual, capability, self._emulated)
+
+    def _live_session(self) -> onnxruntime.InferenceSession:
+        if self._session is None:
+            raise ValueError("the backend is closed")
+        return self._session
+
+    def describe(self) -> BackendInfo:
+        """Say what really runs, as the session reports it."""
+        return self._info
+
+    def run(self, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Compute one case; see `Backend.run`.
+
+        Raises:
+            BadInput: ONNX Runtime refuses the model on this input.
+        """
+        import onnxruntime as ort
+
+        run_options = ort.RunOptions()
+        run_options.log_severity_level = 4
+        feeds = {
+            INPUTS[0]: _to_ort(pixel_values, self.dtype),
+            INPUTS[1]: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(grid_hws, dtype=np.int64)),
+        }
+        try:
+            outputs = self._live_session().run_with_ort_values([OUTPUT], feeds, run_options)
+            return _from_ort(outputs[0])
+        except self._errors as error:
+            grids = [tuple(int(side) for side in grid) for grid in grid_hws]
+            raise BadInput(f"ONNX Runtime cannot run {self._path} on grids {grids}: {_short(error)}") from error
+
+    def __enter__(self) -> OrtBackend:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session = None
+
+
+def _providers(provider: str, available: list[str]) -> list[str | tuple[str, dict[str, str]]]:
+    if provider == "cpu":
+        return ["CPUExecutionProvider"]
+    if "CUDAExecutionProvider" not in available:
+        raise MissingRequirement("this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place")
+    # TF32 would be an error of the backend's own, and it is on by default
+    return [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
+
+
+def _short(error: BaseException) -> str:
+    return one_line(str(error))[:300]
+
+
+def _to_ort(values: NDArray[Any], dtype: DType) -> onnxruntime.OrtValue:
+    """Round fp32 to the model's dtype; bf16 travels as uint16, since ONNX Runtime knows no NumPy bf16."""
+    import ml_dtypes
+    import onnxruntime as ort
+
+    if dtype != "bfloat16":
+        return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(values, dtype=dtype))
+    bits = np.ascontiguousarray(values, dtype=ml_dtypes.bfloat16).view(np.uint16)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _BFLOAT16)
+
+
+def _from_ort(value: onnxruntime.OrtValue) -> NDArray[np.float32]:
+    """Copy an output into fp32; bf16 is read from its memory, since `numpy()` refuses it."""
+    import ml_dtypes
+
+    dtype = _TENSOR_TYPES.get(value.data_type())
+    if dtype is None:
+        raise ValueError(f"the output is a {value.data_type()}, which is none of fp32, fp16 and bf16")
+    if dtype != "bfloat16":
+        return np.asarray(value.numpy(), dtype=np.float32)
+    if value.device_name().lower() != "cpu":
+        raise ValueError(f"a bf16 output lies on {value.device_name()}")
+    shape = tuple(value.shape())
+    bits = np.empty(shape, dtype=np.uint16)
+    ctypes.memmove(bits.ctypes.data, value.data_ptr(), bits.nbytes)
+    values: NDArray[np.float32] = bits.view(ml_dtypes.bfloat16).astype(np.float32)
+    return values
+
+
+def cuda_capability(device: int = 0) -> str | None:
+    """Ask the CUDA driver for a GPU's compute capability, without any package.
+
+    Args:
+        device: ordinal among the visible GPUs.
+
+    Returns:
+        Such as ``9.0``; None where there is no driver or no such GPU.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    handle, number = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), device) != 0:
+        return None
+    parts = []
+    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        if driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, handle) != 0:
+            return None
+        parts.append(number.value)
+    return f"{parts[0]}.{parts[1]}"

@@ -1,0 +1,1 @@
+"""The Kimi vision towers (MoonViT and MoonViT3d) in PyTorch."""

@@ -1,0 +1,278 @@
+"""The vision tower with its projector: patches and grids in, rows for the language model out.
+
+One module tree for the three families, named as the checkpoints name it. :class:`KimiVision` is the live form; the
+exported form in :mod:`model.graph` runs the same parts over symbolic sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - PyTorch's own idiom
+
+from model import attention, position, projector, rope
+from model.config import VisionConfig
+from model.grids import check_grids
+from model.norm import tower_norm
+from plugins.fused_qk_rope.torch_op import fused_qk_rope
+
+if TYPE_CHECKING:
+    from model.checkpoint import VisionWeights
+
+Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# Items are run in groups of at most this many tokens, or one by one where they are longer: memory then follows the
+# longest item and not the sum, while small images still share their matrix products.
+GROUP_TOKENS = 4096
+
+
+class KimiVision(nn.Module):
+    """A vision tower and its projector."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vision_tower = VisionTower(config)
+        self.mm_projector = projector.Projector(config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights, of the residual stream and of the output."""
+        return self.vision_tower.patch_embed.proj.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.vision_tower.patch_embed.proj.weight.device
+
+    def forward(self, pixel_values: Tensor, grid_thws: Tensor) -> list[Tensor]:
+        """Embed images and clips.
+
+        Args:
+            pixel_values: [L, 3, 14, 14] or [L, 588], any floating dtype; patches of item after item, frame-major.
+            grid_thws: [items, 3] whole numbers: frames, rows and columns of each item; L is the sum of their products.
+
+        Returns:
+            One [rows * columns / 4, text_hidden_size] per item, in the dtype of the weights.
+
+        Raises:
+            ImageError: grids that do not fit ``pixel_values`` or that the family does not allow.
+        """
+        grids = [tuple(grid) for grid in grid_thws.tolist()]
+        check_grids(grids, pixel_values.shape[0], self.config)
+        patches = pixel_values.flatten(1)
+        lengths = [t * h * w for t, h, w in grids]
+        outputs: list[Tensor] = []
+        for group in group_items(lengths, GROUP_TOKENS):
+            start = sum(lengths[: group.start])
+            part = patches[start : start + sum(lengths[group.start : group.stop])]
+            # cast group by group: a copy of all pixels would grow with the sum of the items
+            part = part.to(device=self.device, dtype=self.dtype)
+            outputs += self._run_group(part, grids[group.start : group.stop])
+        return outputs
+
+    def _run_group(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+        members = self.vision_tower(patches, grids)
+        rows = self.mm_projector(members)
+        return list(rows.split([h * w // 4 for _, h, w in grids]))
+
+
+class VisionTower(nn.Module):
+    """Patch embedding, blocks and merge."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config)
+        self.encoder = Encoder(config)
+
+    def forward(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+        """[tokens, 588] and grids (t, h, w) -> [sum of h * w / 4, 4, hidden_size], final norm applied."""
+        lengths = [t * h * w for t, h, w in grids]
+        x = self.patch_embed(patches) + self.patch_embed.positions(grids)
+        # every frame is laid out like an item of its own: rotary positions know nothing of time
+        frames = torch.tensor([[h, w] for t, h, w in grids for _ in range(t)], device=patches.device)
+        layout = position.token_layout(frames, sum(lengths))
+        angles = rope.rope_angles(layout.y, layout.x, self.config.head_dim, self.config.rope_theta)
+        cos, sin = angles.cos(), angles.sin()
+        x = self.encoder(
+            x,
+            lambda q, k: fused_qk_rope(q, k, cos, sin),
+            lambda q, k, v: attention.attend_items(q, k, v, lengths),
+        )
+        return merge(x, grids)
+
+
+def merge(x: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Average each item over its frames and regroup its tokens by 2x2 squares.
+
+    Args:
+        x: [tokens, width].
+        grids: (t, h, w) of each item.
+
+    Returns:
+        [sum of h * w / 4, 4, width].
+    """
+    items = torch.split(x, [t * h * w for t, h, w in grids])
+    still = torch.cat([_still(item, grid[0]) for item, grid in zip(items, grids, strict=True)])
+    layout = position.token_layout(torch.tensor([grid[1:] for grid in grids], device=x.device), still.shape[0])
+    return still.index_select(0, projector.merge_index(layout)).reshape(-1, 4, x.shape[-1])
+
+
+def _still(item: Tensor, frames: int) -> Tensor:
+    """[frames * patches, width] -> [patches, width]; an image is its own mean."""
+    return item if frames == 1 else projector.mean_over_frames(item.reshape(frames, -1, item.shape[-1]))
+
+
+class PatchEmbed(nn.Module):
+    """Linear embedding of 14x14 patches, and the learned position table."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.patch_size
+        # a convolution whose kernel is its stride: only its tensors are used, as one matrix product
+        self.proj = nn.Conv2d(3, config.hidden_size, size, size, bias=config.patch_embed_proj_bias)
+        self.pos_emb = PositionTable(config)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[..., 588] -> [..., hidden_size]."""
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+    def positions(self, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Position embedding of every token of items (t, h, w): [tokens, hidden_size], computed in fp32, cast once."""
+        mode, table = self.config.pos_emb_interpolation_mode, self.pos_emb.weight
+        parts = []
+        for t, h, w in grids:
+            still = position.get_rope_shape(table, mode, (h, w))
+            parts.append(position.add_time(still, t, self.config.pos_emb_time).flatten(0, 1).to(table.dtype))
+        return torch.cat(parts)
+
+
+class PositionTable(nn.Module):
+    """Holder of the position table under the checkpoint's name."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(config.pos_emb_height, config.pos_emb_width, config.hidden_size))
+
+
+class Encoder(nn.Module):
+    """The blocks and the norm after the last."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.final_layernorm = tower_norm(config)
+
+    def forward(self, x: Tensor, rotate: Rotate, attend: Attend) -> Tensor:
+        """[tokens, hidden_size] -> the same."""
+        for block in self.blocks:
+            x = block(x, rotate, attend)
+        return final_norm(self.final_layernorm, x)
+
+
+def final_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """The norm between the last block and the merge."""
+    normed: Tensor = norm(x)
+    return normed
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on the normed residual stream."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        inner, width = config.qkv_hidden_size, config.hidden_size
+        self.heads = config.num_attention_heads
+        self.norm0 = tower_norm(config)
+        self.wqkv = nn.Linear(width, 3 * inner, bias=config.attn_bias)
+        self.wo = nn.Linear(inner, width, bias=config.attn_bias)
+        self.norm1 = tower_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotate: Rotate, attend: Attend) -> Tensor:
+        """[tokens, hidden_size] -> the same."""
+        # rows of wqkv are [q | k | v], each head-major
+        q, k, v = self.wqkv(self.norm0(x)).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        q, k = rotate(q, k)
+        x = x + self.wo(attend(q, k, v))
+        mlp: Tensor = self.mlp(self.norm1(x))
+        return x + mlp
+
+
+class MLP(nn.Module):
+    """Two linear layers with tanh GELU between them."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.fc0 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.linear_bias)
+        self.fc1 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.linear_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, hidden_size] -> the same."""
+        out: Tensor = self.fc1(mlp_activation(self.fc0(x)))
+        return out
+
+
+def mlp_activation(x: Tensor) -> Tensor:
+    """GELU in the tanh form; the projector uses the exact one."""
+    return F.gelu(x, approximate="tanh")
+
+
+def group_items(lengths: Sequence[int], budget: int) -> Iterator[range]:
+    """Split items into runs of neighbours whose tokens fit a budget; an item above it is a run of its own.
+
+    Args:
+        lengths: tokens of each item.
+        budget: tokens of a run; the longest item where that is more.
+    """
+    budget = max(budget, *lengths) if lengths else budget
+    start, total = 0, 0
+    for index, length in enumerate(lengths):
+        if total and total + length > budget:
+            yield range(start, index)
+            start, total = index, 0
+        total += length
+    if lengths:
+        yield range(start, len(lengths))
+
+
+def module_name(checkpoint_name: str) -> str:
+    """Name of a checkpoint tensor in the module tree: only Kimi-VL's projector is called otherwise there."""
+    renames = {
+        "multi_modal_projector.linear_1.": "mm_projector.proj.0.",
+        "multi_modal_projector.linear_2.": "mm_projector.proj.2.",
+        "multi_modal_projector.": "mm_projector.",
+    }
+    for old, new in renames.items():
+        if checkpoint_name.startswith(old):
+            return new + checkpoint_name.removeprefix(old)
+    return checkpoint_name
+
+
+def build_tower(
+    weights: VisionWeights, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> KimiVision:
+    """Build the live tower from a checkpoint or a random source.
+
+    Args:
+        weights: an opened source; each tensor is read once.
+        dtype: dtype of the tower.
+        device: where it runs.
+
+    Returns:
+        The tower in evaluation mode, without gradients.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+    """
+    with torch.device("meta"):
+        tower = KimiVision(weights.config)
+    state = {module_name(name): weights.tensor(name).to(device=device, dtype=dtype) for name in weights.names()}
+    tower.load_state_dict(state, strict=True, assign=True)
+    return tower.requires_grad_(requires_grad=False).eval()

@@ -1,0 +1,1 @@
+"""Operators that a kvit graph needs, in every place where they run."""

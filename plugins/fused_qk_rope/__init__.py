@@ -1,0 +1,1 @@
+"""FusedQKRope: rotates the queries and keys of one attention layer in one pass."""

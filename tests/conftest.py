@@ -1,0 +1,18 @@
+"""Settings of the whole suite: one thread and fixed examples, so that a test gives the same numbers every time."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+# The first call of a PyTorch operation may take seconds on a busy machine: a deadline would fail at random.
+settings.register_profile("kvit", deadline=None, derandomize=True, database=None)
+settings.load_profile("kvit")
+
+
+def pytest_configure() -> None:
+    """One thread: sums are then split the same way on every run."""
+    try:
+        import torch
+    except ModuleNotFoundError:  # the tests of the engine runtime run where torch is not installed
+        return
+    torch.set_num_threads(1)
