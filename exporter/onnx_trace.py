@@ -143,18 +143,9 @@ def _lift_weights(model: ir.Model) -> None:
 
 
 def _optimise(model: ir.Model) -> None:
-    """Fold constants and remove what is left over; onnxscript's rewrite rules find nothing here and take seconds."""
-    from onnx_ir.passes import common
     from onnxscript import optimizer
 
-    common.InlinePass()(model)
-    optimizer.fold_constants(model)
-    for tidy in (
-        common.CommonSubexpressionEliminationPass(),
-        common.RemoveUnusedNodesPass(),
-        common.RemoveUnusedOpsetsPass(),
-    ):
-        tidy(model)
+    optimizer.optimize(model)
     cleanup.strip_trace_metadata(model)
     cleanup.bypass_flat_reshapes(model)
     cleanup.rename_dimension(model, "(patches//4)", "patches/4")

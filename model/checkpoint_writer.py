@@ -273,10 +273,10 @@ _K3_MEDIA = {
     "sample_fps": 8.0,
     "transparent_bg_config": {
         "pattern": "chessboard",
-        "square_size": 8,
-        "square_on_top_left": True,
-        "white": 255,
-        "gray": 180,
+        "chessboard_square_size": 8,
+        "chessboard_square_on_top_left": True,
+        "chessboard_white_value": 255,
+        "chessboard_gray_value": 180,
     },
     "transparent_bg_fill_stage": "after_resize",
 }

@@ -7,7 +7,6 @@ exported form in :mod:`model.graph` runs the same parts over symbolic sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +16,8 @@ from model import attention, position, projector, rope
 from model.config import VisionConfig
 from model.grids import check_grids
 from model.norm import tower_norm
+from model.weights import VisionWeights, read_all
 from plugins.fused_qk_rope.torch_op import fused_qk_rope
-
-if TYPE_CHECKING:
-    from model.checkpoint import VisionWeights
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -273,6 +270,6 @@ def build_tower(
     """
     with torch.device("meta"):
         tower = KimiVision(weights.config)
-    state = {module_name(name): weights.tensor(name).to(device=device, dtype=dtype) for name in weights.names()}
+    state = {module_name(name): tensor.to(device=device, dtype=dtype) for name, tensor in read_all(weights)}
     tower.load_state_dict(state, strict=True, assign=True)
     return tower.requires_grad_(requires_grad=False).eval()

@@ -34,7 +34,7 @@ SWEEP_GRID = [
     for heads, head_dim in ((16, 64), (16, 72), (16, 80), (16, 96), (12, 128), (3, 128))
     for tokens in (64, 256, 1024, 4096, 16384)
 ] + [(tokens, 16, 72, dtype) for tokens in (256, 4096) for dtype in ("float16", "float32")]
-# microseconds of the first sketch of this kernel, on an H200 (issue 4)
+# microseconds of the first sketch of this kernel, on an H200
 SKETCH_US = {
     (256, 3, 128): 1.68,
     (1024, 12, 128): 5.11,
@@ -53,7 +53,7 @@ def measure_row(shape: tuple[int, int, int, str], rotated_bytes: int, repeats: i
     graphs = {}
     for name, step in contenders(problem).items():
         check_outputs(problem, name, step)
-        graphs[name] = capture(len(problem.sets), step, problem.launch_us)
+        graphs[name] = capture(len(problem.sets), step)
     times = time_graphs(graphs, repeats)
     graphs.clear()
     inputs_only = make_problem(shape, rotated_bytes, same_outputs=True)
@@ -61,8 +61,8 @@ def measure_row(shape: tuple[int, int, int, str], rotated_bytes: int, repeats: i
     plain = prepare_fused(inputs_only, dependent=False)
     same_outputs = time_graphs(
         {
-            "fused": capture(len(inputs_only.sets), step, problem.launch_us),
-            "fused, no dependent launch": capture(len(inputs_only.sets), plain, problem.launch_us),
+            "fused": capture(len(inputs_only.sets), step),
+            "fused, no dependent launch": capture(len(inputs_only.sets), plain),
         },
         repeats,
     )
@@ -79,9 +79,6 @@ def summarise(
 
     def median(name: str) -> float:
         return times[name]["median_us"]
-
-    def queued(prefix: str) -> float:
-        return min(value["queued_us"] for name, value in times.items() if name.startswith(prefix))
 
     shape = problem.tokens, problem.heads, problem.head_dim
     chosen = {"fused": "fused", "fused_plain": "fused, no dependent launch", "native": "native"}
@@ -103,7 +100,6 @@ def summarise(
         "fused_plain_same_outputs": same_outputs["fused, no dependent launch"],
         "ratio_to_copy": median(chosen["copy"]) / fused,
         "ratio_to_copy_plain": median(chosen["copy_plain"]) / median(chosen["fused_plain"]),
-        "ratio_to_copy_queued": queued(prefix="copy") / times["fused"]["queued_us"],
         "speedup_to_native": median("native") / fused,
         "speedup_to_two_launches": median(chosen["two_launches"]) / fused,
         "sketch_us": SKETCH_US.get(shape) if problem.dtype == "bfloat16" else None,
@@ -139,9 +135,7 @@ def measure_layer(shape: tuple[int, int, int], repeats: int) -> dict[str, Any]:
         q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))
         functional.scaled_dot_product_attention(q, k, v)
 
-    graphs = {
-        name: capture(1, partial(layer, name=name), max(15.0, tokens * 0.06)) for name in ("no rotation", *launches)
-    }
+    graphs = {name: capture(1, partial(layer, name=name)) for name in ("no rotation", *launches)}
     return {"tokens": tokens, "heads": heads, "head_dim": head_dim, **time_graphs(graphs, repeats)}
 
 
@@ -184,7 +178,7 @@ def sweep_row(shape: tuple[int, int, int, str], rotated_bytes: int, repeats: int
     configs = [LaunchConfig(threads, vectors) for threads in (32, 64, 128, 256, 512) for vectors in (1, 2)]
     graphs = {
         f"{config.threads}x{config.vectors_per_thread}": capture(
-            len(problem.sets), prepare_fused(problem, dependent=True, config=config), problem.launch_us
+            len(problem.sets), prepare_fused(problem, dependent=True, config=config)
         )
         for config in configs
     }
@@ -234,7 +228,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     result["method"] = {
         "rotated_bytes": rotated,
         "replays": arguments.repeats,
-        "time": "one launch in a CUDA graph over all sets of tensors, replayed on an idle GPU, contenders in turn",
+        "time": "one launch in a CUDA graph over all sets of tensors, replayed behind a wait, contenders in turn",
     }
     shapes = [*VLLM_GRID, *TOWER_GRID, *OTHER_SIZES, *OTHER_DTYPES]
     result["rows"] = [_logged(shape, measure_row(shape, rotated, arguments.repeats)) for shape in shapes]
@@ -248,7 +242,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def _logged(shape: tuple[int, int, int, str], row: dict[str, Any]) -> dict[str, Any]:
     print(
         f"{'x'.join(map(str, shape[:3])):>12} {shape[3]:9} fused {row['fused']['median_us']:7.2f} us"
-        f"  queued {row['fused']['queued_us']:7.2f}  plain {row['fused_plain']['median_us']:7.2f}"
+        f"  plain {row['fused_plain']['median_us']:7.2f}"
         f"  same outputs {row['fused_same_outputs']['median_us']:7.2f}"
         f"  copy {row['copy']['median_us']:7.2f} ({row['ratio_to_copy']:.3f}; plain {row['ratio_to_copy_plain']:.3f})"
         f"  native x{row['speedup_to_native']:.2f}  two launches x{row['speedup_to_two_launches']:.2f}",

@@ -62,7 +62,7 @@ class RecordedDirection:
 
     Attributes:
         fault: name of the wrong model.
-        spread: largest |score| that an honest run showed.
+        spread: |score| that an honest artifact may show: the largest seen, or the standard deviation expected.
         size: |d| / |r|, how far the wrong model is from the right one.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,7 @@ class GoldenWriter:
         own = self._native(native, right, name)
         floor = metrics.floor_of(own, right)
         self._write(pixels, right, metrics.token_errors(own, right))
-        directions, blind_to = self._add_directions(name, right, own, wrong_outputs, spreads or {})
+        directions, blind_to = self._add_directions(name, right, own, floor.relative_l2, wrong_outputs, spreads or {})
         case = golden_format.GoldenCase(name, kind, frames, grids, floor, tuple(directions), tuple(blind_to))
         self._inputs.update(json.dumps([name, frames, grids]).encode())
         self._inputs.update(pixels.tobytes())
@@ -135,6 +136,7 @@ class GoldenWriter:
         name: str,
         right: Float32,
         own: Float32,
+        floor_l2: float,
         wrong_outputs: Iterable[tuple[str, Array]],
         spreads: Mapping[str, float],
     ) -> tuple[list[golden_format.RecordedDirection], list[str]]:
@@ -148,7 +150,9 @@ class GoldenWriter:
             if not size or spread is None:
                 blind_to.append(fault)
                 continue
-            spread = max(abs(spread), float(spreads.get(fault, 0.0)), (REFERENCE_NOISE / size) ** 2)
+            # One honest run may lie near 0 by luck. An error without a preferred direction has this standard deviation.
+            scatter = floor_l2 / size / math.sqrt(right.size)
+            spread = max(abs(spread), scatter, float(spreads.get(fault, 0.0)), (REFERENCE_NOISE / size) ** 2)
             directions.append(golden_format.RecordedDirection(fault, spread, size))
             self._write(direction)
         return directions, blind_to

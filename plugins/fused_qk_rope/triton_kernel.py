@@ -67,9 +67,11 @@ def fused_qk_rope_kernel(
 ) -> None:
     """Rotate BLOCK vectors of q and of k. The arguments stand in the order of a TensorRT AOT plugin.
 
-    With DEPENDENT the kernel may start while the one before it in the stream finishes (programmatic dependent launch);
-    it waits for that kernel's end before it touches memory.
+    With DEPENDENT (programmatic dependent launch) the kernel may start while the one before it in the stream finishes,
+    and waits for that one's end before it touches memory; and it lets the one after it do the same.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     parts: tl.constexpr = HEAD_DIM // VECTOR
     vector = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = vector // (HEADS * parts)
@@ -81,6 +83,7 @@ def fused_qk_rope_kernel(
 
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
+
     lane = tl.arange(0, VECTOR)[None, :]
     angle = tl.arange(0, VECTOR // 2)[None, :]
     q_offset = ((token * q_token + head * q_head + part) * VECTOR)[:, None] + lane

@@ -29,11 +29,6 @@ class Problem:
         q, _, cos, *_ = self.sets[0]
         return 4 * q.numel() * q.element_size() + 2 * cos.numel() * cos.element_size()
 
-    @property
-    def launch_us(self) -> float:
-        """What a launch takes at the least: 1.5 us, or the bytes at 4 TB/s."""
-        return max(1.5, self.bytes_moved / 4e6)
-
     def plan(self, config: LaunchConfig = LAUNCH) -> LaunchPlan:
         """The launch that the operator would make, or one with other launch sizes."""
         q = self.sets[0][0]
@@ -94,11 +89,7 @@ def contenders(problem: Problem) -> dict[str, Callable[[int], Any]]:
         "fused, no dependent launch": prepare_fused(problem, dependent=False),
         "native": lambda i: native(sets[i][0], sets[i][1], problem.freqs[i]),
     }
-    modes = (
-        (baselines.NONE, baselines.WAIT, baselines.EARLY)
-        if triton_kernel.launches_dependently(torch.cuda.current_device())
-        else (baselines.NONE,)
-    )
+    modes = sorted({False, triton_kernel.launches_dependently(torch.cuda.current_device())})
     for dependent in modes:
         for threads in (64, 128, 256):
             copy = baselines.Baseline(baselines.copy_kernel, threads, dependent)

@@ -12,8 +12,6 @@ from torch import Tensor
 from plugins.fused_qk_rope.launch_plan import LaunchPlan
 
 _STRIDES = ("q_token", "q_head", "k_token", "k_head", "cos_token", "sin_token")
-NONE, WAIT, EARLY = 0, 1, 2
-"""Programmatic dependent launch: not at all; start early and wait; also let the next kernel start early."""
 
 
 @triton.jit(do_not_specialize=["tokens", *_STRIDES])  # type: ignore[untyped-decorator]
@@ -47,7 +45,7 @@ def copy_kernel(
     mask = (token < tokens)[:, None]
     first_head = mask & (head == 0)[:, None]
     token, head = token.to(tl.int64), head.to(tl.int64)
-    if DEPENDENT == 2:
+    if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -91,7 +89,7 @@ def one_tensor_kernel(
     part = within - head * parts
     mask = (token < tokens)[:, None]
     token, head = token.to(tl.int64), head.to(tl.int64)
-    if DEPENDENT == 2:
+    if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -111,13 +109,13 @@ class Baseline:
 
     kernel: Any
     threads: int
-    dependent: int
+    dependent: bool
     run: Any = None
 
     @property
     def label(self) -> str:
         """Launch sizes in words."""
-        return f"{self.threads} threads, {('no', 'waiting', 'early')[self.dependent]} dependent launch"
+        return f"{self.threads} threads, {'' if self.dependent else 'no '}dependent launch"
 
     def _start(
         self, pointers: tuple[Tensor, ...], scalars: tuple[int, ...], outputs: tuple[Tensor, ...], plan: LaunchPlan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ FLOPS_PER_PAIR = 6  # four products and two sums
 
 
 def tables(result: dict[str, Any]) -> str:
-    """The file's tables as Markdown: shapes, a layer, the CPU's share, launch sizes."""
-    parts = [_rows(result["rows"]), _conditions(result["rows"]), _layers(result["layers"]), _host(result["host_us"])]
-    if "sweep" in result:
-        parts.append(_sweep(result["sweep"]))
-    return "\n\n".join(parts)
+    """The file's tables as Markdown: shapes, conditions, a layer, the CPU's share, launch sizes; those that it has."""
+    makers: dict[str, tuple[Callable[[Any], str], ...]] = {
+        "rows": (_rows, _conditions),
+        "layers": (_layers,),
+        "host_us": (_host,),
+        "sweep": (_sweep,),
+    }
+    return "\n\n".join(make(result[key]) for key, group in makers.items() if key in result for make in group)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -51,14 +55,12 @@ def _rows(rows: list[dict[str, Any]]) -> str:
 
 
 def _conditions(rows: list[dict[str, Any]]) -> str:
-    header = ["tokens x heads x d", "fused, us", "GPU busy before, us", "of its copy", "outputs not rotated, us"]
+    header = ["tokens x heads x d", "fused, us", "outputs not rotated, us"]
     header += ["no dependent launch, us", "of its copy"]
     lines = [
         [
             _name(row),
             f"{row['fused']['median_us']:.2f}",
-            f"{row['fused']['queued_us']:.2f}",
-            f"{row['ratio_to_copy_queued']:.3f}",
             f"{row['fused_same_outputs']['median_us']:.2f}",
             f"{row['fused_plain']['median_us']:.2f}",
             f"{row['ratio_to_copy_plain']:.3f}",
@@ -71,7 +73,7 @@ def _conditions(rows: list[dict[str, Any]]) -> str:
 def _layers(layers: list[dict[str, Any]]) -> str:
     header = ["projection, rotation, attention", "no rotation, us", "fused, us", "without dependent launch, us"]
     names = ("no rotation", "fused", "plain")
-    return _table(header, [[_name(row), *(f"{row[name]['queued_us']:.2f}" for name in names)] for row in layers])
+    return _table(header, [[_name(row), *(f"{row[name]['median_us']:.2f}" for name in names)] for row in layers])
 
 
 def _host(host: dict[str, float]) -> str:
@@ -109,7 +111,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     temporary.replace(path)
 
 
-_SERIES = (("fused", "fused kernel", "o"), ("copy", "copy of the same bytes", "x"), ("native", "complex form", "s"))
+_SERIES = (
+    ("fused", "fused kernel", "C0o"),
+    ("copy", "copy of the same bytes", "C1x"),
+    ("native", "complex multiplication", "C2s"),
+)
 
 
 def _bf16(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -118,7 +124,7 @@ def _bf16(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _draw_roofline(axes: Any, result: dict[str, Any]) -> None:  # noqa: ANN401  matplotlib is not needed to import this
     roof = result["copy_gb_per_s"]
-    intensities = [0.2, 4.0]
+    intensities = [0.4, 1.2]
     axes.loglog(intensities, [roof * x for x in intensities], "k-", lw=1, label=f"memory: {roof / 1e3:.2f} TB/s")
     for key, label, marker in _SERIES:
         if key == "copy":
@@ -129,6 +135,9 @@ def _draw_roofline(axes: Any, result: dict[str, Any]) -> None:  # noqa: ANN401  
             if (flops := FLOPS_PER_PAIR * row["tokens"] * row["heads"] * row["head_dim"])
         ]
         axes.loglog(*zip(*points, strict=True), marker, ls="", ms=5, alpha=0.8, label=label)
+    ticks = [0.4, 0.6, 0.8, 1.0, 1.2]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
+    axes.set_xticks([], minor=True)
     axes.set(xlabel="flop per byte that must move", ylabel="GFLOP/s", title="Roofline")
     axes.legend(loc="lower right", fontsize=8)
     axes.grid(alpha=0.3, which="both")

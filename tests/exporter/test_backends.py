@@ -187,3 +187,24 @@ def test_capability_is_none_without_a_driver(monkeypatch):
 
     monkeypatch.setattr(backends.ctypes, "CDLL", missing)
     assert backends.cuda_capability() is None
+
+
+@pytest.mark.parametrize("failing", ["", "cuInit", "cuDeviceGet", "cuDeviceGetAttribute"])
+def test_capability_asks_the_driver_for_major_and_minor(monkeypatch, failing):
+    """The numbers 75 and 76 are the driver API's (cuda.h, CUdevice_attribute); 0 is CUDA_SUCCESS."""
+
+    class Driver:
+        def cuInit(self, flags):
+            return 0 if (flags, failing) != (0, "cuInit") else 100
+
+        def cuDeviceGet(self, handle, ordinal):
+            handle._obj.value = 40 + ordinal
+            return int(failing == "cuDeviceGet")
+
+        def cuDeviceGetAttribute(self, number, attribute, handle):
+            assert handle.value == 43
+            number._obj.value = {75: 12, 76: 1}[attribute]
+            return int(failing == "cuDeviceGetAttribute")
+
+    monkeypatch.setattr(backends.ctypes, "CDLL", lambda _name: Driver())
+    assert backends.cuda_capability(3) == (None if failing else "12.1")

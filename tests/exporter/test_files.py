@@ -142,6 +142,12 @@ def test_an_empty_folder_and_a_link_to_one_are_filled(tmp_path):
     assert names_in(tmp_path / "empty") == ["new"]
 
 
+def test_folders_above_the_target_are_made(tmp_path):
+    with files.atomic_directory(tmp_path / "a" / "b" / "out") as folder:
+        (folder / "new").write_text("new")
+    assert names_in(tmp_path / "a" / "b") == ["out"]
+
+
 def test_a_folder_that_fills_up_meanwhile_is_not_lost(tmp_path):
     target = tmp_path / "out"
 

@@ -216,3 +216,12 @@ def test_token_errors_are_per_row():
     r = np.array([[3.0, 4.0], [0.0, 2.0]])
     y = np.array([[3.0, 4.5], [1.0, 2.0]])
     assert metrics.token_errors(y, r) == pytest.approx([0.1, 0.5], rel=1e-15)
+
+
+def test_a_floor_is_what_is_measured():
+    random = np.random.default_rng(3)
+    r = random.standard_normal((20, 30))
+    y = r + 0.01 * random.standard_normal((20, 30))
+    found = dataclasses.asdict(metrics.measure(y, r).measured)
+    assert dataclasses.asdict(metrics.floor_of(y, r)) == {name: found[name] for name in list(found)[:4]}
+    assert metrics.relative_distance(y, r) == pytest.approx(np.linalg.norm(y - r) / np.linalg.norm(r), rel=1e-12)

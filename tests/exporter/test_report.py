@@ -190,6 +190,12 @@ def test_the_table_has_a_row_per_case_and_narrow_terminals_lose_no_case(report):
         assert report.summary[:20] in text
 
 
+def test_a_row_of_the_table_shows_the_six_numbers_and_the_worst_direction():
+    (row,) = [line for line in printed(report_of(failing())).splitlines() if re.search(r"^\W*b\b.*half-split", line)]
+    cells = ["3.00e-02 / 1.50e-02 !", "2.00e-02 / 3.00e-02", "-2.00e-02 / 1.50e-02 !", "half-split 0.97", "failed"]
+    assert [cell for cell in cells if cell not in row] == []
+
+
 def test_a_bare_file_is_of_unknown_origin():
     assert "origin of this file is unknown" in printed(report_of(passing(), "unknown"))
     assert "origin" not in printed(report_of(passing()))

@@ -175,7 +175,9 @@ def test_in_place_gives_the_same_and_leaves_the_values_alone(dtype):
         packed = packed_qkv(tokens, heads, head_dim, dtype)
         before = packed.clone()
         cos, sin = angles(tokens, head_dim)
+        version = packed._version
         fused_qk_rope_(packed[:, 0], packed[:, 1], cos, sin)
+        assert packed._version > version
         wanted = fused_qk_rope_reference(before[:, 0], before[:, 1], cos, sin)
         assert torch.equal(packed[:, 0], wanted[0])
         assert torch.equal(packed[:, 1], wanted[1])
@@ -289,6 +291,14 @@ def test_back_to_back_launches_see_each_other():
     for _ in range(60):
         fused_qk_rope_(q, k, cos, sin)
         q.add_(1.0)
+    assert torch.equal(q, wanted[0])
+    assert torch.equal(k, wanted[1])
+    # and without another kernel between: each lets the next one start early
+    for _ in range(60):
+        wanted = fused_qk_rope_reference(*wanted, cos, sin)
+    torch.cuda.synchronize()
+    for _ in range(60):
+        fused_qk_rope_(q, k, cos, sin)
     assert torch.equal(q, wanted[0])
     assert torch.equal(k, wanted[1])
 

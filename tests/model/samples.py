@@ -19,6 +19,7 @@ from model.config import PRESETS
 from model.graph import GraphForm, GraphTower
 from model.random_weights import RandomWeights, parse_random_source, random_weights
 from model.tower import KimiVision, build_tower
+from tests.model.reference import Reference
 
 Grid = tuple[int, int, int]
 
@@ -103,6 +104,17 @@ def relative_error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Relative L2 over all items."""
     difference = torch.cat([a.double() - b.double() for a, b in zip(ours, theirs, strict=True)])
     return float(difference.norm() / torch.cat([b.double() for b in theirs]).norm())
+
+
+@lru_cache(maxsize=3)
+def reference_of(name: str) -> Reference:
+    """The float64 formulas on the same weights."""
+    return Reference(arrays_of(name), weights_of(name).config)
+
+
+def reference_rows(name: str, grids: list[tuple[int, int, int]]) -> list[NDArray[np.float64]]:
+    """Their answer to the noise of :func:`pixels_of`."""
+    return reference_of(name)(pixels_of(grids).flatten(1).double().numpy(), grids)
 
 
 class Watch(TorchDispatchMode):

@@ -168,6 +168,10 @@ def test_text_hidden_size_of_the_vision_config_comes_first():
     assert parse_hub_config(changed(K25, text_hidden_size=None)).text_hidden_size == 7168
 
 
+def test_kimi_vl_has_no_time_axis_whatever_its_file_says():
+    assert parse_hub_config(changed(KIMI_VL, init_pos_emb_time=4)).max_frames == 1
+
+
 def test_k25_with_k3_fields():
     """A shared tower reads the eight fields in either family."""
     config = parse_hub_config(changed(K25, qkv_hidden_size=1536, norm_type="rmsnorm", attn_bias=False))

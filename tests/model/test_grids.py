@@ -50,6 +50,18 @@ def test_message(items, patches, message):
     assert isinstance(error.value, InputError)
 
 
+@pytest.mark.parametrize("side", [0, 1, 3, 511, 513, 514])
+def test_sides_just_outside(side):
+    for items in ([(1, 2, side)], [(1, side, 2)]):
+        with pytest.raises(ImageError, match=f"{side} (rows|columns)"):
+            check_grids(items, 2 * side, K25)
+
+
+@pytest.mark.parametrize("side", [2, 4, 510, 512])
+def test_sides_just_inside(side):
+    check_grids([(1, 2, side), (4, side, 2)], 10 * side, K25)
+
+
 def test_kimi_vl_has_no_frames():
     with pytest.raises(ImageError, match="2 frames; kimi_vl takes 1 to 1"):
         check_grids([(2, 2, 2)], 8, KIMI_VL)

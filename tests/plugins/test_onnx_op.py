@@ -5,6 +5,7 @@ All of it is compared with a rotation by complex numbers in float64.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from model.graph import standard_rotation
 from plugins.fused_qk_rope import onnx_op
+from plugins.fused_qk_rope.description import FUSED_QK_ROPE, OperatorDescription
 from plugins.fused_qk_rope.onnx_op import function_body, register_schema, translation
 from plugins.fused_qk_rope.torch_op import fused_qk_rope
 from tests.plugins.rotations import DTYPES, SHAPES, arguments, assert_rotated
@@ -175,7 +177,9 @@ class StandardRotate(torch.nn.Module):
 
 
 @lru_cache
-def exported(module: type[torch.nn.Module], dtype: torch.dtype, opset: int) -> onnx.ModelProto:
+def exported(
+    module: type[torch.nn.Module], dtype: torch.dtype, opset: int, operator: OperatorDescription = FUSED_QK_ROPE
+) -> onnx.ModelProto:
     tokens = torch.export.Dim("tokens", min=2)
     program = torch.onnx.export(
         module().eval(),
@@ -183,7 +187,7 @@ def exported(module: type[torch.nn.Module], dtype: torch.dtype, opset: int) -> o
         dynamic_shapes=({0: tokens},) * 4,
         dynamo=True,
         opset_version=opset,
-        custom_translation_table=translation(),
+        custom_translation_table=translation(operator),
         verbose=False,
     )
     return program.model_proto
@@ -198,6 +202,13 @@ def test_translation_emits_one_node():
     assert {entry.domain: entry.version for entry in model.opset_import}["kvit"] == 1
     assert list(node.input) == [value.name for value in model.graph.input]
     assert list(node.output) == [value.name for value in model.graph.output]
+
+
+def test_translation_follows_the_description():
+    """The node says itself where its plugin is, and does not lean on defaults of a schema that others may not have."""
+    model = exported(Rotate, torch.float32, 20, dataclasses.replace(FUSED_QK_ROPE, version=7))
+    values = {attribute.name: attribute.s.decode() for attribute in model.graph.node[0].attribute}
+    assert values == {"plugin_namespace": "kvit", "plugin_version": "7"}
 
 
 def test_exported_node_runs_with_its_function():

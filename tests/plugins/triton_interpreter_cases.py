@@ -77,8 +77,20 @@ def results():
     table = torch.stack((cos, sin), -1)
     rotated = triton_kernel.fused_qk_rope_triton(q, k, table[..., 0], table[..., 1])
     yield report("interleaved cos and sin", rotated, q, k, cos, sin)
+    yield beyond_int32()
     yield from written(*problem((5, 3, 72), torch.float32))
     yield in_slices(*problem((40, 3, 72), torch.float32))
+
+
+def beyond_int32():
+    """q and k lie 2^31 elements apart from token to token; of that memory only what is touched becomes real."""
+    stride = 2**30 + 8
+    space = torch.empty(2 * stride + 1000, dtype=torch.float16)
+    q, k = (space.as_strided((3, 2, 72), (stride, 72, 1), offset) for offset in (0, 144))
+    source_q, source_k, cos, sin = problem((3, 2, 72), torch.float16)
+    q.copy_(source_q)
+    k.copy_(source_k)
+    return report("beyond 2^31", triton_kernel.fused_qk_rope_triton(q, k, cos, sin), source_q, source_k, cos, sin)
 
 
 def written(q, k, cos, sin):
