@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
+
 from hypothesis import settings
 
 # The first call of a PyTorch operation may take seconds on a busy machine: a deadline would fail at random.
@@ -10,7 +15,11 @@ settings.load_profile("kvit")
 
 
 def pytest_configure() -> None:
-    """One thread: sums are then split the same way on every run."""
+    """One thread, so that sums are split the same way on every run, and one folder for traces of the exporter."""
+    if "KVIT_TEST_TRACES" not in os.environ:  # workers inherit the folder in which traces are shared
+        folder = tempfile.mkdtemp(prefix="kvit-traces-")
+        os.environ["KVIT_TEST_TRACES"] = folder
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         import torch
     except ModuleNotFoundError:  # the tests of the engine runtime run where torch is not installed

@@ -20,7 +20,7 @@ from exporter.errors import KvitError, NotValidated, ValidationFailed, one_line
 from exporter.files import write_bytes, write_text
 from exporter.records import read_record, to_text
 from exporter.validation.evidence import Evidence
-from exporter.validation.gate import CaseResult, Check, Judgement, Verdict
+from exporter.validation.gate import CaseResult, Judgement, Verdict
 from exporter.validation.golden_format import GoldenSettings
 from exporter.validation.metrics import HISTOGRAM_EDGES
 from exporter.validation.runner import CaseDetails, Comparison
@@ -280,28 +280,48 @@ def print_report(report: Report, console: Console) -> None:
     console.print(report.summary, style=style[judgement.verdict], highlight=False, markup=False)
 
 
+_SHORT = {
+    "relative_l2": "rel. L2",
+    "worst_token": "token",
+    "worst_angle": "angle",
+    "largest_over_rms": "largest",
+    "norm": "norm",
+    "worst_token_norm": "token norm",
+}
+
+
 def _table(report: Report) -> Table:
+    """One line a case: its relative L2, the metric that is nearest to its limit, and the nearest wrong model."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=f"{report.artifact.name} ({report.evidence.dtype})", title_justify="left")
+    title = f"{report.artifact.name} ({report.evidence.dtype})"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("case", no_wrap=True)
     table.add_column("rows", justify="right")
-    for title in ("rel. L2", "worst token", "angle", "largest/RMS", "norm", "token norm"):
-        table.add_column(title + "\nmeasured / allowed", justify="right")
-    table.add_column("worst direction", justify="right")
+    table.add_column("rel. L2", justify="right", no_wrap=True)
+    table.add_column("allowed", justify="right", no_wrap=True)
+    table.add_column("nearest limit", no_wrap=True)
+    table.add_column("nearest wrong model")
     table.add_column("outcome", no_wrap=True)
     rows = {case.name: case.rows for case in report.evidence.cases}
     for result in report.judgement.cases:
-        plain = [check for check in result.checks if check.metric != "direction"]
-        cells = [_cell(check) for check in plain] or [""] * 6
         style = {"within": None, "failed": "red", "skipped": "yellow"}[result.outcome]
+        cells = _case_cells(result)
         table.add_row(result.name, str(rows[result.name]), *cells, _direction_cell(result), result.outcome, style=style)
     return table
 
 
-def _cell(check: Check) -> str:
-    measured = "not finite" if check.measured is None else f"{check.measured:.2e}"
-    return f"{measured} / {check.allowed_high:.2e}" + (" !" if check.outcome == "outside" else "")
+def _case_cells(result: CaseResult) -> tuple[str, str, str]:
+    """Relative L2 measured and allowed, and how much of its limit the tightest metric takes."""
+    plain = [check for check in result.checks if check.metric != "direction"]
+    if not plain:
+        return "", "", ""
+    whole = next(check for check in plain if check.metric == "relative_l2")
+    tightest = max(plain, key=lambda check: sys.float_info.max if check.measured is None else check.excess or 0.0)
+    share = "not finite" if tightest.measured is None else f"{100 * (tightest.excess or 0.0):.3g} %"
+    measured = "not finite" if whole.measured is None else f"{whole.measured:.2e}"
+    return measured, f"{whole.allowed_high:.2e}", f"{_SHORT[tightest.metric]} {share}"
 
 
 def _direction_cell(result: CaseResult) -> str:

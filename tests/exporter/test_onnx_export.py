@@ -9,16 +9,24 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import towers
 
 from exporter.errors import ExportFailed
 from exporter.onnx_export import DATA_FILE, cast_weight, check_model, export_onnx
 from exporter.onnx_trace import OnnxOptions
 from exporter.validation.backends import OrtBackend
 from model.graph import ATTENTION_FORMS, PACKINGS, ROPE_FORMS, GraphForm
-import towers
 
 # none of them is the tracer's (2 frames, two items of 4x4); 2x2, sizes that are 4 modulo 8, extreme ratios
-ONE_ITEM = [(1, [(2, 2)]), (1, [(2, 6)]), (1, [(6, 128)]), (1, [(46, 36)]), (1, [(8, 8)]), (4, [(6, 10)]), (3, [(2, 2)])]
+ONE_ITEM = [
+    (1, [(2, 2)]),
+    (1, [(2, 6)]),
+    (1, [(6, 128)]),
+    (1, [(46, 36)]),
+    (1, [(8, 8)]),
+    (4, [(6, 10)]),
+    (3, [(2, 2)]),
+]
 THREE_ITEMS = [(1, [(2, 2), (16, 18), (4, 6)]), (4, [(6, 4), (2, 2), (8, 10)])]
 
 FORMS = list(itertools.product(ROPE_FORMS, ATTENTION_FORMS, PACKINGS))
@@ -104,8 +112,12 @@ def test_interface_and_operators(name: str, dtype: str, tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("rope", "attention", "expected"),
-    [("standard", "plain", {"RotaryEmbedding": 4}), ("plain", "op", {"Attention": 2}), ("plugin", "op", {"FusedQKRope": 2, "Attention": 2})],
-)  # fmt: skip
+    [
+        ("standard", "plain", {"RotaryEmbedding": 4}),
+        ("plain", "op", {"Attention": 2}),
+        ("plugin", "op", {"FusedQKRope": 2, "Attention": 2}),
+    ],
+)
 def test_one_node_a_block(rope: str, attention: str, expected: dict[str, int], tmp_path) -> None:
     path = towers.export_to(tmp_path, "tiny", towers.options_of("fp32", rope, attention))
     operators = Counter(node.op_type for node in onnx.load(str(path), load_external_data=False).graph.node)

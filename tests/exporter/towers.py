@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
+import os
+import pickle
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from model.tower import KimiVision, build_tower
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@lru_cache(maxsize=None)
+@cache
 def config_of(name: str, layers: int | None = None) -> VisionConfig:
     """A preset, or ``tiny-vl``: the tiny tower as Kimi-VL has it."""
     if name == "tiny-vl":
@@ -32,18 +34,32 @@ def weights_of(name: str, seed: int = 0, layers: int | None = None) -> RandomWei
     return random_weights(config_of(name, layers), seed, name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def tower_of(name: str, dtype: str = "fp32", seed: int = 0, layers: int | None = None) -> KimiVision:
     return build_tower(weights_of(name, seed, layers), dtype=TORCH[dtype])
 
 
-@lru_cache(maxsize=None)
+@cache
 def trace_of(name: str, options: OnnxOptions) -> Trace:
-    """Tracing takes seconds and does not depend on weights or depth."""
-    return trace_one_block(config_of(name), options)
+    """Tracing takes ten seconds and depends on neither weights nor depth, so all workers of a test run share traces."""
+    shared = os.environ.get("KVIT_TEST_TRACES")
+    if not shared:
+        return trace_one_block(config_of(name), options)
+    form = options.form
+    key = f"{name}-{options.dtype}-{form.rope}-{form.attention}-{form.packing}-{options.opset}.pickle"
+    path = Path(shared) / key
+    if not path.exists():
+        trace = trace_one_block(config_of(name), options)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_bytes(pickle.dumps(trace))
+        part.replace(path)
+    loaded: Trace = pickle.loads(path.read_bytes())
+    return loaded
 
 
-def options_of(dtype: str = "fp32", rope: str = "plugin", attention: str = "plain", packing: str = "packed") -> OnnxOptions:
+def options_of(
+    dtype: str = "fp32", rope: str = "plugin", attention: str = "plain", packing: str = "packed"
+) -> OnnxOptions:
     opset = 23 if rope == "standard" or attention == "op" else 20
     return OnnxOptions(dtype, GraphForm(rope, attention, packing), opset)
 
@@ -60,7 +76,9 @@ def noise(frames: int, grids: list[tuple[int, int]], dtype: str, seed: int = 0) 
     return torch.from_numpy(values).to(TORCH[dtype]).float().numpy()
 
 
-def live(name: str, dtype: str, pixels: np.ndarray, grids: list[tuple[int, int]], layers: int | None = None) -> np.ndarray:
+def live(
+    name: str, dtype: str, pixels: np.ndarray, grids: list[tuple[int, int]], layers: int | None = None
+) -> np.ndarray:
     return run_live(tower_of(name, dtype, layers=layers), pixels, grids)
 
 
