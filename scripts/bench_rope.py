@@ -2,7 +2,7 @@
 """Measure the fused RoPE kernel on a CUDA GPU: ``python scripts/bench_rope.py --output FILE.json``.
 
 Every number is the time of one launch within a CUDA graph that goes through so many sets of tensors that none is in the
-L2 cache when its turn comes; the graphs of all contenders of a row take turns. See docs/benchmarks-rope.md.
+L2 cache when its turn comes; the graphs of all contenders of a row take turns. See docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def main() -> int:
 
     photo = show_photo(source, arguments.image)
     print(f"\n== 2. The same tower to ONNX with the FusedQKRope operator: kvit-export onnx '{source}' -o {folder.name}")
-    # the real size takes minutes for its 4096-patch cases; the demo leaves those to `kvit-export onnx`
-    limit = ["--max-patches", "512"] if arguments.full else []
+    # cases of 4096 patches take their time; the demo leaves those to a plain `kvit-export onnx`
+    limit = ["--max-patches", "512"]
     image = ["--image", str(arguments.image)] if arguments.image else []
     code = kvit("onnx", source, "-o", str(folder), "--force", *limit, *image)
     if code:

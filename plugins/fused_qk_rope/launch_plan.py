@@ -52,7 +52,7 @@ LAUNCH = LaunchConfig(threads=128)
 
 Measured on an H200 at 34 shapes (64 to 16384 tokens, 3 to 16 heads of 64 to 128, all dtypes) against 32 to 512 threads
 with one or two vectors each: at most 2 % slower than the best of them, so no shape needs an entry of its own. As no
-thread is padding, nothing depends on the head dimension. docs/benchmarks-rope.md has the numbers.
+thread is padding, nothing depends on the head dimension. docs/benchmarks.md has the numbers.
 """
 
 
