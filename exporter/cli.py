@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -38,6 +39,10 @@ def _show_version(context: click.Context, _parameter: click.Parameter, asked: bo
         context.exit()
 
 
+class _InterruptedError(Exception):
+    """Ctrl-C, under a name that click does not know: it prints an empty line for a KeyboardInterrupt."""
+
+
 class LazyGroup(click.Group):
     """A group that imports a command's module when that command is asked for."""
 
@@ -51,6 +56,12 @@ class LazyGroup(click.Group):
         if not isinstance(command, click.Command):
             raise TypeError(f"exporter.commands.{cmd_name}.command is no command")
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401, D102 - click's own signature
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _InterruptedError from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: D102
         with formatter.section("Commands"):
@@ -88,9 +99,7 @@ def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments or os.environ.get("KVIT_DEBUG", "") not in ("", "0")
     try:
         outcome = cli.main(arguments, prog_name="kvit-export", standalone_mode=False)
-    except KeyboardInterrupt:
-        return _fail("interrupted; nothing was written", INTERRUPTED, debug)
-    except click.exceptions.Abort:
+    except (KeyboardInterrupt, _InterruptedError, click.exceptions.Abort):
         return _fail("interrupted; nothing was written", INTERRUPTED, debug)
     except InputError as error:
         return _fail(str(error), BadInput.exit_code, debug)

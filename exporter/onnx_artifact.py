@@ -29,7 +29,7 @@ from exporter.onnx_export import MODEL_FILE, OnnxExport, export_onnx
 from exporter.onnx_trace import DEFAULT_OPSET, MAX_OPSET, MIN_OPSET, OPSET_OF_NEW_OPERATORS, OnnxOptions
 from exporter.validation.backends import OrtBackend
 from exporter.validation.judging import judge_folder
-from exporter.validation.record import GoldenOptions, record_golden
+from exporter.validation.record import GoldenOptions, check_options, record_golden
 from exporter.validation.report import Report
 from model.checkpoint import open_source
 from model.graph import GraphForm
@@ -119,6 +119,8 @@ def make_onnx(request: OnnxRequest, progress: Progress) -> OnnxArtifact:
     """
     options = OnnxOptions(request.dtype, request.form, choose_opset(request.form, request.opset))
     weights = open_source(request.source, norm_eps=request.norm_eps)
+    if request.golden:
+        check_options(weights, _golden_options(request))
     clock = _Clock()
     try:
         with atomic_directory(request.output, request.force) as folder:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import ConfigError
+from model.json_file import read_json_object
 
 FAMILIES = ("kimi_vl", "kimi_k25", "kimi_k3")
 PATCH_SIZE = 14
@@ -293,16 +294,9 @@ def load_hub_config(folder: Path, *, norm_eps: float | None = None) -> VisionCon
         ConfigError: the file is missing, is no JSON object, or :func:`parse_hub_config` refuses it.
     """
     path = folder / "config.json"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; SOURCE must be a checkpoint folder in hub layout") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); download it again") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(document).__name__}")
+    document = read_json_object(path)
+    if document is None:
+        raise ConfigError(f"{path}: no such file; SOURCE must be a checkpoint folder in hub layout")
     try:
         return parse_hub_config(document, norm_eps=norm_eps)
     except ConfigError as error:

@@ -1,6 +1,6 @@
 """Where a token stands, and the learned and temporal embeddings of that place.
 
-Two forms of the learned part: :func:`get_rope_shape` resamples the whole table to one grid (the live tower);
+Two forms of the learned part: the live tower's :func:`get_rope_shape` resamples the table to one grid;
 :func:`sample_table` takes the same taps token by token, so that no dimension depends on a value (the exported graph).
 """
 
@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - PyTorch's own idiom
+
+from model import platform
 
 CUBIC_A = -0.75  # PyTorch's bicubic; Pillow's is -0.5
 
@@ -62,22 +64,47 @@ def raster(local: Tensor, height: Tensor, width: Tensor) -> tuple[Tensor, Tensor
 # ------------------------------------------------------------------------------------------------ the learned table
 
 
-def get_rope_shape(table: Tensor, mode: str, shape: tuple[int, int]) -> Tensor:
+def get_rope_shape(
+    table: Tensor,
+    mode: str,
+    shape: tuple[int, int],
+    *,
+    compile: bool | None = None,  # noqa: A002 - PyTorch's own word
+) -> Tensor:
     """Resample the position table to an image's grid.
 
     Half-pixel centres, edge taps clamped, no antialiasing when shrinking: ``interpolate(align_corners=False)``.
+    :mod:`model.platform` decides, by the table's device, whether it is compiled and which of two equal forms runs.
 
     Args:
         table: [rows, columns, width], any floating dtype.
         mode: ``bicubic`` or ``bilinear``.
         shape: (h, w) in patches.
+        compile: True or False overrides that decision; see :func:`model.platform.plan_rope_shape`.
 
     Returns:
         [h * w, width] fp32.
+
+    Raises:
+        InputError: the environment variable KVIT_COMPILE_ROPE_SHAPE has a value that means nothing.
     """
+    plan = platform.plan_rope_shape(table, shape, compile)
+    resample: platform.Resample = _resample_tokens if plan.tokenwise else _resample_grid
+    if plan.compiled:
+        resample = platform.compiled_rope_shape(resample, table, mode, forced=plan.forced)
+    return resample(table, mode, *shape)
+
+
+def _resample_grid(table: Tensor, mode: str, height: int, width: int) -> Tensor:
     planes = table.to(torch.float32).permute(2, 0, 1).unsqueeze(0)
-    resampled = F.interpolate(planes, size=shape, mode=mode, align_corners=False)
+    resampled = F.interpolate(planes, size=(height, width), mode=mode, align_corners=False)
     return resampled.squeeze(0).permute(1, 2, 0).flatten(0, 1)
+
+
+def _resample_tokens(table: Tensor, mode: str, height: int, width: int) -> Tensor:
+    # the grid comes as data and not as constants: XLA then has one program for all grids of as many tokens
+    grid = torch.tensor([[height, width]], device=table.device)
+    return sample_table(table, mode, token_layout(grid, height * width))
 
 
 def kernel_polynomials(mode: str, a: float = CUBIC_A) -> tuple[int, list[list[float]]]:

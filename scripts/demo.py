@@ -69,14 +69,14 @@ def show_photo(source: str, image: Path | None) -> PhotoRows:
     """Run PyTorch on the photo, in fp32 and in bf16."""
     import torch
 
-    from exporter.validation.record import default_photo
+    from exporter.validation.record import default_photo, preprocess_rule
     from model.checkpoint import open_source
-    from model.preprocess import RULES, load_image, preprocess
+    from model.preprocess import load_image, preprocess
     from model.tower import build_tower
 
     path = image or default_photo()
     weights = open_source(source)
-    pixels, grid = preprocess(path, RULES[weights.config.family])
+    pixels, grid = preprocess(path, preprocess_rule(weights))
     photo = load_image(path)
     print(f"== 1. {path.name}, {photo.width}x{photo.height} pixels -> {grid[1]}x{grid[2]} patches, in PyTorch")
     rounded, thws = torch.from_numpy(pixels).to(torch.bfloat16), torch.from_numpy(grid).unsqueeze(0)

@@ -11,8 +11,11 @@ as soon as it is there; the summary is made from that file, also with ``--summar
 from __future__ import annotations
 
 import argparse
+import base64
 import dataclasses
 import datetime
+import functools
+import heapq
 import json
 import multiprocessing
 import os
@@ -22,6 +25,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
 
     from exporter.onnx_trace import OnnxOptions, Trace
     from exporter.validation.backends import Backend
-    from exporter.validation.evidence import BackendInfo, DType
+    from exporter.validation.evidence import BackendInfo, DType, Evidence
     from exporter.validation.gate import Check, Judgement
     from exporter.validation.golden import GoldenSet
     from exporter.validation.wrong_models import WrongModel
@@ -152,10 +156,11 @@ class GraphBackend:
 
     def run(self, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[np.float32]:
         """See `Backend`."""
-        from exporter.validation.record import run_wrong
+        from exporter.validation.record import exact_arithmetic, run_wrong
 
         grids = [(int(h), int(w)) for h, w in grid_hws]
-        return run_wrong(self._tower, self._wrong, pixel_values, grids)
+        with exact_arithmetic():
+            return run_wrong(self._tower, self._wrong, pixel_values, grids)
 
     def __enter__(self) -> GraphBackend:
         return self
@@ -218,7 +223,7 @@ def work(job: Job) -> int:
     """Do a job.
 
     Returns:
-        Number of results written.
+        Number of seeds that were finished.
     """
     from exporter.validation.wrong_models import WrongModel, wrong_model
     from model.random_weights import random_weights
@@ -233,11 +238,13 @@ def work(job: Job) -> int:
         golden = golden_for(job, right, seed)
         recorded = time.perf_counter() - start
         for model in [wrong] if job.form == "onnx" else applicable(job.preset):
+            if time.time() > job.deadline:
+                return 0
             start = time.perf_counter()
             with tempfile.TemporaryDirectory(dir=job.work) as folder:
-                judgement = judge_model(make_backend(job, model, right, trace, Path(folder)), golden)
+                evidence = measure_model(make_backend(job, model, right, trace, Path(folder)), golden)
             seconds = {"record": recorded, "judge": time.perf_counter() - start}
-            write_result(job, seed, model.name, judgement, seconds)
+            write_result(job, seed, model.name, evidence, seconds)
         if not job.keep:
             shutil.rmtree(golden.folder)
     return len(job.seeds)
@@ -263,13 +270,104 @@ def make_backend(job: Job, wrong: WrongModel, right: DrawnOnce, trace: Trace | N
     return OrtBackend(folder / MODEL_FILE, threads=1)
 
 
-def judge_model(backend: Backend, golden: GoldenSet) -> Judgement:
-    """Compare and judge as ``validate`` does for a bare file."""
-    from exporter.validation.gate import judge
+def measure_model(backend: Backend, golden: GoldenSet) -> Evidence:
+    """Compare as ``validate`` does for a bare file."""
     from exporter.validation.runner import compare
 
     with backend:
-        return judge(compare(backend, golden).evidence)
+        return compare(backend, golden).evidence
+
+
+def write_result(job: Job, seed: int, wrong: str, evidence: Evidence, seconds: dict[str, float]) -> None:
+    """Append one line to the results; lines of several workers do not mix, being single writes.
+
+    The evidence is kept whole, so that the summary can judge it by the rules of today.
+    """
+    from exporter.records import encode
+
+    packed = base64.b64encode(zlib.compress(json.dumps(encode(evidence)).encode(), 9)).decode()
+    record: Record = {
+        "preset": job.preset, "dtype": job.dtype, "seed": seed, "wrong": wrong, "form": job.form, "seconds": seconds,
+        "evidence": packed,
+    }  # fmt: skip
+    with open(job.results, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------- the whole run
+
+
+class Run:
+    """Hands out jobs: honest artifacts in the order of their seeds, wrong models once their golden sets are there."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments, self.folder = arguments, folder
+        self.results = arguments.output.with_suffix(".jsonl")
+        self.deadline = time.time() + arguments.budget
+        self.pool = ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn"), start_worker)
+        self.pending: list[tuple[int, int, Job, Callable[[], None]]] = []
+        self.running: dict[Future[int], Callable[[], None]] = {}
+        self.count = 0
+
+    def submit(self, rank: int, job: Job, then: Callable[[], None] = lambda: None) -> None:
+        """Queue a job; lower ranks first. ``then`` is called when it is done."""
+        self.count += 1
+        heapq.heappush(self.pending, (rank, self.count, job, then))
+
+    def finish(self) -> None:
+        """Do everything; the first fault of a worker ends the run."""
+        with self.pool:
+            while self.pending or self.running:
+                while self.pending and len(self.running) < self.arguments.jobs:
+                    _, _, job, then = heapq.heappop(self.pending)
+                    self.running[self.pool.submit(work, job)] = then
+                done, _ = wait(self.running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    then = self.running.pop(future)
+                    future.result()
+                    then()
+
+    def start(self) -> None:
+        """Queue the honest traces; all else follows from them."""
+        for preset in self.arguments.presets:
+            device = self.arguments.device if not is_tiny(preset) else "cpu"
+            for dtype in self.arguments.dtypes:
+                job = Job(preset, dtype, (), "", "onnx", device, self.folder, self.results, self.deadline)
+                self.submit(-1, job, functools.partial(self.honest, job))
+
+    def honest(self, job: Job) -> None:
+        """Queue the honest artifacts of a preset and dtype, those first whose golden sets wrong models need."""
+        mutants = self.arguments.mutant_seeds
+        if mutants:
+            first = dataclasses.replace(job, seeds=tuple(range(mutants)), keep=True)
+            self.submit(0, first, functools.partial(self.mutants, first))
+        for seed in range(mutants, self.arguments.seeds):
+            self.submit(seed, dataclasses.replace(job, seeds=(seed,)))
+
+    def mutants(self, job: Job) -> None:
+        """Queue the wrong models of a preset and dtype."""
+        if not is_tiny(job.preset) and not self.arguments.onnx_mutants:
+            self.submit(1, dataclasses.replace(job, form="graph"))
+            return
+        for wrong in applicable(job.preset):
+            self.submit(1, dataclasses.replace(job, wrong=wrong.name))
+
+
+def is_tiny(preset: str) -> bool:
+    """Whether a preset is one for tests."""
+    return preset.startswith("tiny")
+
+
+def read_results(path: Path) -> list[Record]:
+    """Read the lines that are whole (the last one of a run that was cut may not be) and judge each."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        records.append(judged(record))
+    return records
 
 
 def all_checks(judgement: Judgement) -> Iterator[tuple[str, Check]]:
@@ -281,8 +379,14 @@ def all_checks(judgement: Judgement) -> Iterator[tuple[str, Check]]:
         yield pair.second, pair.check
 
 
-def write_result(job: Job, seed: int, wrong: str, judgement: Judgement, seconds: dict[str, float]) -> None:
-    """Append one line to the results; lines of several workers do not mix, being single writes."""
+def judged(record: Record) -> Record:
+    """Put the gate's verdict, and the share of each limit that is taken, in the place of the evidence."""
+    from exporter.records import decode
+    from exporter.validation.evidence import Evidence
+    from exporter.validation.gate import judge
+
+    packed = record.pop("evidence")
+    judgement = judge(decode(Evidence, json.loads(zlib.decompress(base64.b64decode(packed))), "evidence"))
     shares: dict[str, float | None] = {}
     directions: dict[str, list[tuple[str, float | None, str]]] = {}
     for case, check in all_checks(judgement):
@@ -292,93 +396,12 @@ def write_result(job: Job, seed: int, wrong: str, judgement: Judgement, seconds:
             continue
         old = shares.get(check.metric, 0.0)
         shares[check.metric] = None if old is None or check.excess is None else max(old, check.excess)
-    usable = {
-        fault: max(found, key=lambda entry: abs(entry[1] or 0.0))
-        for fault, found in directions.items()
-        if any(entry[2] != "informs" for entry in found)
-    }
-    record: Record = {
-        "preset": job.preset, "dtype": job.dtype, "seed": seed, "wrong": wrong, "form": job.form,
-        "verdict": judgement.verdict.value, "shares": shares, "seconds": seconds,
+    usable = [fault for fault, found in directions.items() if any(entry[2] != "informs" for entry in found)]
+    return record | {
+        "verdict": judgement.verdict.value, "shares": shares, "usable": usable,
         "faults": list(judgement.faults[:6]), "doubts": list(judgement.doubts[:6]),
-        "own": directions.get(wrong, []),
-        "worst_direction": max(usable.items(), key=lambda item: abs(item[1][1] or 0.0), default=None),
-        "usable_directions": len(usable),
+        "own": directions.get(record["wrong"], []),
     }  # fmt: skip
-    with open(job.results, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-
-
-# ------------------------------------------------------------------------------------------------- the whole run
-
-
-class Run:
-    """Hands out jobs: honest artifacts first, and wrong models once the golden sets of their seeds are there."""
-
-    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        self.arguments, self.folder = arguments, folder
-        self.results = arguments.output.with_suffix(".jsonl")
-        self.deadline = time.time() + arguments.budget
-        self.pool = ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn"), start_worker)
-        self.waiting: dict[Future[int], Callable[[], None]] = {}
-
-    def submit(self, job: Job, then: Callable[[], None] = lambda: None) -> None:
-        """Queue a job; ``then`` is called when it is done."""
-        self.waiting[self.pool.submit(work, job)] = then
-
-    def finish(self) -> None:
-        """Wait for everything; the first fault of a worker ends the run."""
-        with self.pool:
-            while self.waiting:
-                done, _ = wait(self.waiting, return_when=FIRST_COMPLETED)
-                for future in done:
-                    then = self.waiting.pop(future)
-                    future.result()
-                    then()
-
-    def start(self) -> None:
-        """Queue the honest traces; all else follows from them."""
-        presets = sorted(self.arguments.presets, key=lambda name: not is_tiny(name))
-        for preset in presets:
-            device = self.arguments.device if not is_tiny(preset) else "cpu"
-            for dtype in self.arguments.dtypes:
-                job = Job(preset, dtype, (), "", "onnx", device, self.folder, self.results, self.deadline)
-                self.submit(job, lambda job=job: self.honest(job))  # type: ignore[misc]
-
-    def honest(self, job: Job) -> None:
-        """Queue the honest artifacts of a preset and dtype, those first whose golden sets wrong models need."""
-        mutants = self.arguments.mutant_seeds
-        first = dataclasses.replace(job, seeds=tuple(range(mutants)), keep=True)
-        if mutants:
-            self.submit(first, lambda: self.mutants(first))
-        step = 5 if is_tiny(job.preset) else 1
-        for start in range(mutants, self.arguments.seeds, step):
-            seeds = tuple(range(start, min(start + step, self.arguments.seeds)))
-            self.submit(dataclasses.replace(job, seeds=seeds))
-
-    def mutants(self, job: Job) -> None:
-        """Queue the wrong models of a preset and dtype."""
-        if not is_tiny(job.preset) and not self.arguments.onnx_mutants:
-            self.submit(dataclasses.replace(job, form="graph"))
-            return
-        for wrong in applicable(job.preset):
-            self.submit(dataclasses.replace(job, wrong=wrong.name))
-
-
-def is_tiny(preset: str) -> bool:
-    """Whether a preset is one for tests."""
-    return preset.startswith("tiny")
-
-
-def read_results(path: Path) -> list[Record]:
-    """Read the lines that are whole; the last one of a run that was cut may not be."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
 
 
 def summarise(records: list[Record]) -> Record:
@@ -399,7 +422,7 @@ def honest_counts(honest: list[Record]) -> list[Record]:
     for key in sorted({(record["preset"], record["dtype"]) for record in honest}):
         found = [record for record in honest if (record["preset"], record["dtype"]) == key]
         passed = sum(record["verdict"] == "PASS" for record in found)
-        usable = min(record["usable_directions"] for record in found)
+        usable = min(len(record["usable"]) for record in found)
         rows.append(dict(zip(("preset", "dtype"), key, strict=True)) | {"seeds": len(found), "pass": passed, "usable_directions": usable})  # fmt: skip  # noqa: E501
     return rows
 
@@ -422,7 +445,7 @@ def margins_of(dtype: str, honest: list[Record], wrong: list[Record]) -> list[Re
         rows.append({
             "dtype": dtype, "metric": metric, "worst_honest": worst["shares"].get(metric), "worst_honest_at": f"{worst['preset']} seed {worst['seed']}",
             "nearest_mutant": None if nearest is None else {"wrong": nearest["wrong"], "preset": nearest["preset"], "excess": strongest(nearest)[1]},
-        })  # fmt: skip  # noqa: E501
+        })  # fmt: skip
     return rows
 
 

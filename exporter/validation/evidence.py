@@ -8,14 +8,14 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from model.config import MAX_FRAMES, MAX_SIDE
+
 DType = Literal["float32", "float16", "bfloat16"]
 DTYPES: tuple[DType, ...] = ("float32", "float16", "bfloat16")
 
 Grids = tuple[tuple[int, int], ...]  # (h, w) in patches of each item
 
 PATCHES_PER_ROW = 4  # two by two patches become one row, whatever the number of frames
-MAX_SIDE = 512  # patches
-MAX_FRAMES = 4
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]{0,63}")
 

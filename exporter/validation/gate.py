@@ -22,11 +22,14 @@ from exporter.validation.evidence import (
 )
 
 # Part of every stored judgement. A judgement by other rules is made again, not believed.
-RULES_VERSION = 1
+RULES_VERSION = 2
 
 FACTOR = 1.5  # honest bf16 exports reach 1.12 times the floor, the nearest wrong model that a norm sees 1.7 times
 FACTOR_FEW_ROWS = 2.0  # with few rows the floor itself is one draw of a wide distribution: 1.4 times it at 2x2
 FEW_ROWS = 16
+# A maximum over rows or elements is one draw of a wide distribution however many there are: two honest runs of one case
+# were up to 1.55 (largest error) and 1.42 (worst token) apart in 600 cases, and each further 0.1 is four times as rare.
+FACTOR_MAXIMUM = 2.0
 
 # fp32 has no floor worth the name; ONNX Runtime agrees with PyTorch to 5e-7.
 FLOAT32_LIMITS = Errors(relative_l2=1e-5, worst_token=3e-5, worst_angle=3e-5, largest_over_rms=1e-4)
@@ -155,15 +158,18 @@ def _median(values: Sequence[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def factor_for(rows: int) -> float:
+def factor_for(metric: str, rows: int) -> float:
     """Return the factor on the floor.
 
     Args:
+        metric: one of ``METRICS``.
         rows: rows of the case's output.
 
     Returns:
-        1.5 for 16 rows and more, 2 below.
+        For the relative L2 1.5 from 16 rows on and 2 below; 2 for the other metrics, which are maxima.
     """
+    if metric != "relative_l2":
+        return FACTOR_MAXIMUM
     return FACTOR if rows >= FEW_ROWS else FACTOR_FEW_ROWS
 
 
@@ -180,9 +186,8 @@ def limits_for(case: CaseEvidence, evidence: Evidence) -> Errors:
     if evidence.dtype == "float32":
         found = {metric: getattr(FLOAT32_LIMITS, metric) for metric in METRICS}
     else:
-        factor = factor_for(case.rows)
         found = {
-            metric: factor
+            metric: factor_for(metric, case.rows)
             * max(getattr(case.floor, metric), _median([getattr(c.floor, metric) for c in evidence.cases]))
             for metric in METRICS
         }
@@ -226,11 +231,16 @@ def _norm_checks(measured: Measured, limits: Errors) -> list[Check]:
     ]
 
 
-def _direction_checks(case: CaseEvidence) -> list[Check]:
+def spread_of(fault: str, evidence: Evidence) -> float:
+    """Return the largest honest spread of a direction over all cases: near the edge one case's may be small by luck."""
+    return max(entry.spread for case in evidence.cases for entry in case.directions if entry.fault == fault)
+
+
+def _direction_checks(case: CaseEvidence, evidence: Evidence) -> list[Check]:
     checks = []
     for direction in case.directions:
         check = make_check("direction", direction.score, -DIRECTION_LIMIT, DIRECTION_LIMIT, direction.fault)
-        if direction.spread > HIGHEST_SPREAD:
+        if spread_of(direction.fault, evidence) > HIGHEST_SPREAD:
             check = dataclasses.replace(check, outcome="informs")
         checks.append(check)
     return checks
@@ -244,7 +254,7 @@ def _judge_case(case: CaseEvidence, evidence: Evidence) -> CaseResult:
     limits = limits_for(case, evidence)
     checks = [make_check(metric, getattr(case.measured, metric), 0.0, getattr(limits, metric)) for metric in METRICS]
     checks += _norm_checks(case.measured, limits)
-    checks += _direction_checks(case)
+    checks += _direction_checks(case, evidence)
     failed = any(check.outcome == "outside" for check in checks)
     return CaseResult(case.name, "failed" if failed else "within", "", tuple(checks))
 
@@ -313,7 +323,7 @@ def _set_doubts(evidence: Evidence) -> list[str]:
         if case.floor.relative_l2 > highest
     ]
     scores = [direction for case in evidence.cases if case.status == "compared" for direction in case.directions]
-    if not any(direction.spread <= HIGHEST_SPREAD for direction in scores):
+    if not any(spread_of(direction.fault, evidence) <= HIGHEST_SPREAD for direction in scores):
         doubts.append(
             f"no compared case has usable directions, and in {evidence.dtype} no norm sees a wrong resampling kernel; "
             "record a golden set with a case of 300 patches or more"

@@ -146,13 +146,15 @@ class GoldenWriter:
             output = _fp32(wrong, right.shape, f"the output of wrong model {fault} for {name}")
             size = metrics.relative_distance(output, right)
             direction = output - right
-            spread = metrics.direction_score(own, right, direction)
-            if not size or spread is None:
+            score = metrics.direction_score(own, right, direction)
+            scatter = metrics.score_scatter(own, right, direction)
+            if not size or score is None or scatter is None:
                 blind_to.append(fault)
                 continue
-            # One honest run may lie near 0 by luck. An error without a preferred direction has this standard deviation.
-            scatter = floor_l2 / size / math.sqrt(right.size)
-            spread = max(abs(spread), scatter, float(spreads.get(fault, 0.0)), (REFERENCE_NOISE / size) ** 2)
+            # One honest run may lie near 0 by luck, so what it is expected to scatter counts too: estimated from its
+            # rows, and at least that of an error without a preferred direction.
+            white = floor_l2 / size / math.sqrt(right.size)
+            spread = max(abs(score), scatter, white, float(spreads.get(fault, 0.0)), (REFERENCE_NOISE / size) ** 2)
             directions.append(golden_format.RecordedDirection(fault, spread, size))
             self._write(direction)
         return directions, blind_to

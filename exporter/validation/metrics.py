@@ -234,6 +234,30 @@ def direction_score(output: Array, reference: Array, direction: Array) -> float 
         return _number(np.float64(along) / np.float64(length))
 
 
+def score_scatter(output: Array, reference: Array, direction: Array) -> float | None:
+    """Estimate the standard deviation of a direction's score from the rows of one honest output.
+
+    The score is a sum over rows of <e_i, d_i> / <d, d>; honest errors of two rows are nearly independent and have mean
+    0, so the root of the summed squares is its standard deviation. Within a row errors need not be independent: a
+    rounding in an early layer moves the whole row. Measured, honest scores are 1.0 to 1.5 times this.
+
+    Args:
+        output: y of an honest run, [rows, width].
+        reference: r, the same shape.
+        direction: d, the same shape.
+
+    Returns:
+        sqrt(sum_i <e_i, d_i>^2) / <d, d> with e = y - r; None if not finite.
+    """
+    _check_shapes(output, reference, direction)
+    squares = length = 0.0
+    with np.errstate(all="ignore"):
+        for _, (y, r, d) in _chunks(output, reference, direction):
+            squares += float((_dot(y - r, d) ** 2).sum())
+            length += float(_dot(d, d).sum())
+        return _number(np.sqrt(squares) / np.float64(length))
+
+
 def relative_distance(first: Array, second: Array) -> float | None:
     """Return |a - b| / |b|.
 

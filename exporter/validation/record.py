@@ -18,12 +18,13 @@ from PIL import Image
 from exporter.errors import MissingRequirement, Usage
 from exporter.validation.backends import cuda_capability
 from exporter.validation.evidence import BackendInfo, DType, Grids
-from exporter.validation.golden_format import GoldenSettings
+from exporter.validation.golden_format import PATCH_VALUES, GoldenSettings
 from exporter.validation.golden_writer import GoldenOrigin, GoldenWriter, write_golden
 from exporter.validation.wrong_models import WrongModel, wrong_models_for
 from model.config import MAX_SIDE, PATCH_SIZE, VisionConfig
 from model.graph import GraphForm, GraphTower
-from model.preprocess import RULES, load_image, preprocess
+from model.preprocess import load_image, preprocess
+from model.preprocess_rule import RULES, PreprocessRule, load_rule
 from model.tower import KimiVision, build_tower
 from model.weights import VisionWeights
 
@@ -107,7 +108,13 @@ def default_photo() -> Path:
     return Path(str(cbook.get_sample_data("grace_hopper.jpg", asfileobj=False)))
 
 
-def plan_cases(config: VisionConfig, options: GoldenOptions) -> list[PlannedCase]:
+def preprocess_rule(weights: VisionWeights) -> PreprocessRule:
+    """Return the checkpoint's own preprocessing rule, or its family's where it has none."""
+    folder, family = Path(weights.source), weights.config.family
+    return load_rule(folder, family) if folder.is_dir() else RULES[family]
+
+
+def plan_cases(config: VisionConfig, options: GoldenOptions, rule: PreprocessRule) -> list[PlannedCase]:
     """List the cases of a golden set: every grid with a photo and with noise.
 
     Raises:
@@ -128,18 +135,18 @@ def plan_cases(config: VisionConfig, options: GoldenOptions) -> list[PlannedCase
         for grids in SEVERAL:
             if sum(h * w for h, w in grids) <= options.max_patches:
                 calls.append((f"items{len(grids)}-{grids[0][0]}x{grids[0][1]}", 1, grids))
-    cases = _photo_cases(config, options)
+    cases = _photo_cases(options, rule)
     for name, frames, grids in dict.fromkeys(calls):
         cases.append(PlannedCase(f"{name}-photo", "photo", frames, grids, photo))
         cases.append(PlannedCase(f"{name}-noise", "noise", frames, grids))
     return cases
 
 
-def _photo_cases(config: VisionConfig, options: GoldenOptions) -> list[PlannedCase]:
+def _photo_cases(options: GoldenOptions, rule: PreprocessRule) -> list[PlannedCase]:
     """Each photo of the user at the grid that the family's own rule gives it, with noise of the same grid beside it."""
     cases = []
     for index, path in enumerate(options.images):
-        _, (_, h, w) = preprocess(path, RULES[config.family])
+        _, (_, h, w) = preprocess(path, rule)
         name = f"image{index}-{h}x{w}"
         grids = ((int(h), int(w)),)
         cases.append(PlannedCase(f"{name}-photo", "photo", 1, grids, path, own_grid=True))
@@ -147,20 +154,20 @@ def _photo_cases(config: VisionConfig, options: GoldenOptions) -> list[PlannedCa
     return cases
 
 
-def case_pixels(case: PlannedCase, config: VisionConfig, options: GoldenOptions) -> Pixels:
+def case_pixels(case: PlannedCase, options: GoldenOptions, rule: PreprocessRule) -> Pixels:
     """Make the pixels of a case, rounded to the artifact's dtype.
 
     Returns:
         [frames, patches, 588] fp32.
     """
     if case.own_grid and case.image is not None:
-        values = preprocess(case.image, RULES[config.family])[0].reshape(1, case.patches, -1)
+        values = preprocess(case.image, rule)[0].reshape(1, case.patches, -1)
     elif case.image is not None:
         values = _fitted_photo(case, load_image(case.image))
     else:
         digest = hashlib.sha256(f"{options.seed} {case.name}".encode()).digest()
         noise = np.random.Generator(np.random.Philox(int.from_bytes(digest[:16], "little")))
-        values = noise.random((case.frames, case.patches, config.patch_pixels), dtype=np.float32) * 2 - 1
+        values = noise.random((case.frames, case.patches, PATCH_VALUES), dtype=np.float32) * 2 - 1
     rounded: Pixels = torch.from_numpy(values).to(getattr(torch, options.dtype)).to(torch.float32).numpy()
     return rounded
 
@@ -245,6 +252,12 @@ def run_wrong(tower: KimiVision, wrong: WrongModel, pixels: Pixels, grids: Seque
     return rows
 
 
+def check_options(weights: VisionWeights, options: GoldenOptions) -> None:
+    """Raise what :func:`record_golden` would raise about its options, before anything long begins."""
+    plan_cases(weights.config, options, preprocess_rule(weights))
+    describe_torch(options.device)
+
+
 def record_golden(
     weights: VisionWeights,
     options: GoldenOptions,
@@ -270,7 +283,8 @@ def record_golden(
         BadInput: an output is not finite.
     """
     config, device = weights.config, options.device
-    cases = plan_cases(config, options)
+    rule = preprocess_rule(weights)
+    cases = plan_cases(config, options, rule)
     origin = GoldenOrigin(
         family=config.family,
         dtype=options.dtype,
@@ -288,7 +302,7 @@ def record_golden(
         for number, case in enumerate(cases, 1):
             if progress is not None:
                 progress(case.name, number, len(cases))
-            _record_case(writer, case, case_pixels(case, config, options), reference, native)
+            _record_case(writer, case, case_pixels(case, options, rule), reference, native)
     return len(cases)
 
 

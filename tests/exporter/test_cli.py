@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,11 +74,16 @@ def test_imports(arguments: list[str], forbidden: tuple[str, ...], artifact: Pat
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One artifact for the read-only tests of this module, made the way a user makes it."""
-    folder = tmp_path_factory.mktemp("cli") / "build"
-    code = cli.run(["onnx", "random:tiny?seed=3", "-o", str(folder), "--max-patches", "400"])
-    assert code == 0
-    return folder
+    """An artifact made the way a user makes it, once for all workers; each has its own copy, since validate writes."""
+    folder = tmp_path_factory.mktemp("cli")
+    shared = Path(os.environ["KVIT_TEST_TRACES"]) / "artifact"
+    if not shared.exists():
+        made = folder / "made"
+        assert cli.run(["onnx", "random:tiny?seed=3", "-o", str(made), "--max-patches", "400"]) == 0
+        with contextlib.suppress(OSError):  # the other worker was quicker
+            made.rename(shared)
+    shutil.copytree(shared, folder / "build")
+    return folder / "build"
 
 
 def test_onnx_writes_the_whole_contract(artifact: Path, capsys) -> None:
@@ -112,8 +119,6 @@ def test_inspect(artifact: Path, capsys) -> None:
 
 
 def test_a_changed_file_is_refused_by_verify_and_validate(artifact: Path, tmp_path: Path, capsys) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(artifact, copy)
     data = bytearray((copy / "vision_tower.onnx.data").read_bytes())
@@ -133,8 +138,6 @@ def test_a_changed_file_is_refused_by_verify_and_validate(artifact: Path, tmp_pa
 
 def test_truncated_or_missing_data_is_named_before_anything_runs(artifact: Path, tmp_path: Path, capsys) -> None:
     """pitfall 25."""
-    import shutil
-
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(artifact / "vision_tower.onnx", bare)

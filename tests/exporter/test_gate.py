@@ -51,7 +51,7 @@ def limit(evidence: Evidence, metric: str) -> float:
     if evidence.dtype == "float32":
         return FLOAT32[metric]
     floors = [getattr(case.floor, metric) for case in evidence.cases]
-    factor = 1.5 if evidence.cases[0].rows >= 16 else 2
+    factor = 1.5 if metric == "relative_l2" and evidence.cases[0].rows >= 16 else 2
     return factor * max(floors[0], statistics.median(floors))
 
 
@@ -99,13 +99,28 @@ def test_limits_follow_the_formula(floors, side, index, metric):
     evidence = evidence_of(*cases)
     case = cases[index % len(cases)]
     every = [getattr(each.floor, metric) for each in cases]
-    factor = 1.5 if side * side / 4 >= 16 else 2
+    factor = 1.5 if metric == "relative_l2" and side * side / 4 >= 16 else 2
     expected = factor * max(getattr(case.floor, metric), statistics.median(every))
     assert getattr(gate.limits_for(case, evidence), metric) == pytest.approx(expected, rel=1e-12)
 
 
 def test_fifteen_rows_are_few_and_sixteen_are_not():
-    assert [gate.factor_for(rows) for rows in (1, 15, 16, 1024)] == [2, 2, 1.5, 1.5]
+    assert [gate.factor_for("relative_l2", rows) for rows in (1, 15, 16, 1024)] == [2, 2, 1.5, 1.5]
+
+
+@pytest.mark.parametrize("metric", METRICS[1:])
+def test_maxima_scatter_whatever_the_number_of_rows(metric):
+    """Measured: at 80 rows the largest error of an honest artifact was 1.55 times PyTorch's own."""
+    assert {gate.factor_for(metric, rows) for rows in (1, 15, 16, 1024)} == {2}
+
+
+def test_a_direction_that_scatters_on_any_case_accuses_on_none():
+    """Near the edge one case's spread is below 0.1 by luck."""
+    usable = DirectionScore("axes-swapped", 0.0, 0.001)
+    evidence = with_case(fine("bfloat16"), directions=(usable, DirectionScore("half-split", 0.6, 0.09)))
+    assert judge(evidence).verdict is Verdict.FAILED
+    evidence = with_case(evidence, 1, directions=(DirectionScore("half-split", 0.0, 0.11),))
+    assert judge(evidence).verdict is Verdict.PASS
 
 
 @pytest.mark.parametrize("number", NUMBERS)

@@ -25,18 +25,16 @@ from model.config import FAMILY_DEFAULTS
 from model.errors import ConfigError, ImageError
 from model.preprocess import (
     MAX_PIXELS,
-    RULES,
     check_grids,
     chunk_frames,
     load_image,
-    load_rule,
-    parse_rule,
     preprocess,
     preprocess_clip,
     preprocess_many,
     sample_frames,
     target_size,
 )
+from model.preprocess_rule import RULES, load_rule, parse_rule
 
 VL, K25, K3 = (RULES[family] for family in ("kimi_vl", "kimi_k25", "kimi_k3"))
 FOLDER = Path(__file__).parents[2]
