@@ -1,0 +1,312 @@
+#!/usr/bin/env python3
+"""Measure ``get_rope_shape`` eager and compiled: ``python scripts/bench_rope_shape.py --device cuda --output FILE.json``.
+
+On ``cpu`` and ``cuda`` the two are compared, and what compiling costs; on ``xla`` (PJRT_DEVICE says on what) three ways of
+resampling are, and how many programs each compiles. See docs/benchmarks-rope-shape.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXIT_NO_DEVICE = 8
+SCHEMA = 1
+# mode and width of the two released tables, both 64 x 64
+TABLES = {"kimi-k2.5": ("bicubic", 1152), "kimi-k3": ("bilinear", 1024)}
+GRIDS = [(2, 2), (16, 16), (36, 46), (46, 36), (64, 64), (6, 512), (100, 100)]
+FIRST_CALL_GRID = (36, 46)
+CALLS_IN_A_ROW = 20
+
+
+def make_table(name: str, device: Any) -> Tensor:  # noqa: ANN401  a torch.device or its name
+    """A random table like a released one: bf16, without gradient."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(64, 64, TABLES[name][1], generator=generator)
+    return table.to(device=device, dtype=torch.bfloat16)
+
+
+def timed(work: Callable[[], object], wait: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Microseconds of one call: alone, with waiting for its result, and as one of twenty in a row."""
+    alone, in_a_row = [], []
+    for _ in range(3):
+        work()
+    wait()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        wait()
+        alone.append((time.perf_counter() - start) * 1e6)
+    for _ in range(max(3, repeats // CALLS_IN_A_ROW)):
+        start = time.perf_counter()
+        for _ in range(CALLS_IN_A_ROW):
+            work()
+        wait()
+        in_a_row.append((time.perf_counter() - start) * 1e6 / CALLS_IN_A_ROW)
+    return {
+        "alone_us": statistics.median(alone),
+        "alone_min_us": min(alone),
+        "alone_max_us": max(alone),
+        "in_a_row_us": statistics.median(in_a_row),
+    }
+
+
+def gpu_microseconds(work: Callable[[], object]) -> float:
+    """What the GPU itself is busy for: one call within a CUDA graph of twenty."""
+    import torch
+
+    from scripts.rope_bench.timing import capture, time_graphs
+
+    torch.cuda.synchronize()
+    graphs = {"call": capture(CALLS_IN_A_ROW, lambda _: work())}
+    return time_graphs(graphs, 20)["call"]["median_us"]
+
+
+def measure_grid(name: str, table: Tensor, grid: tuple[int, int], repeats: int) -> dict[str, Any]:
+    """Eager and compiled at one grid, and how far apart they are."""
+    import torch
+
+    from model.position import get_rope_shape
+
+    mode = TABLES[name][0]
+    on_gpu = table.is_cuda
+    wait = torch.cuda.synchronize if on_gpu else time.perf_counter
+    row: dict[str, Any] = {"table": name, "mode": mode, "grid": list(grid)}
+    results = []
+    for form, wanted in (("eager", False), ("compiled", True)):
+        call = partial(get_rope_shape, table, mode, grid, compile=wanted)
+        results.append(call())
+        row[form] = timed(call, wait, repeats)
+        if on_gpu:
+            row[form]["gpu_us"] = gpu_microseconds(call)
+    row["largest_difference"] = float((results[0] - results[1]).abs().max())
+    row["speedup_alone"] = row["eager"]["alone_us"] / row["compiled"]["alone_us"]
+    return row
+
+
+def first_call(name: str, device: str) -> dict[str, float]:
+    """Seconds of the first compiled call of this process and of one at another grid; run in a process of its own."""
+    import torch
+
+    from model.platform import compilation_is_off
+    from model.position import get_rope_shape
+
+    table, mode = make_table(name, device), TABLES[name][0]
+    get_rope_shape(table, mode, FIRST_CALL_GRID, compile=False)
+    wait = torch.cuda.synchronize if device == "cuda" else time.perf_counter
+    started = time.perf_counter()
+    compilation_is_off()  # imports the compiler
+    seconds = {"import_s": time.perf_counter() - started}
+    for what, grid in (("first_s", FIRST_CALL_GRID), ("second_grid_s", (6, 512))):
+        started = time.perf_counter()
+        get_rope_shape(table, mode, grid, compile=True)
+        wait()
+        seconds[what] = time.perf_counter() - started
+    return seconds
+
+
+def first_calls(device: str) -> list[dict[str, Any]]:
+    """First calls with an empty and with a filled cache of compiled kernels."""
+    rows = []
+    for name in TABLES:
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+            for cache in ("empty", "filled"):
+                command = [sys.executable, __file__, "--device", device, "--first-call", name]
+                done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=True)
+                rows.append({"table": name, "cache": cache, **json.loads(done.stdout)})
+                log(str(rows[-1]))
+    return rows
+
+
+def deciding_microseconds(device: str) -> dict[str, float]:
+    """What the decision itself costs a call, and the look-up of the compiled form."""
+    from model import platform, position
+
+    table = make_table("kimi-k3", device)
+    plan = partial(platform.plan_rope_shape, table, (4, 6))
+    find = partial(platform.compiled_rope_shape, position._resample_grid, table, "bilinear", forced=True)
+    return {
+        "plan_us": timed(plan, time.perf_counter, 200)["in_a_row_us"],
+        "find_compiled_us": timed(find, time.perf_counter, 200)["in_a_row_us"],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------------ XLA
+
+
+def by_products(table: Tensor, mode: str, shape: tuple[int, int]) -> Tensor:
+    """Resample by two matrix products, [h, rows] and [w, columns]: the way that was not taken."""
+    import torch
+
+    from model.position import axis_taps
+
+    rows, columns, width = table.shape
+    matrices = []
+    for length, size in zip(shape, (rows, columns), strict=True):
+        position = torch.arange(length, device=table.device)
+        index, weight = axis_taps(position, torch.full_like(position, length), size, mode)
+        there = index.unsqueeze(-1) == torch.arange(size, device=table.device)
+        matrices.append((there.to(torch.float32) * weight.unsqueeze(-1)).sum(1))
+    by_row = (matrices[0] @ table.to(torch.float32).flatten(1)).reshape(-1, columns, width)
+    return (matrices[1] @ by_row).flatten(0, 1)
+
+
+def measure_xla(repeats: int) -> list[dict[str, Any]]:
+    """Three ways of resampling, by tokens as shipped, at grids of which two have the same number of tokens."""
+    import torch_xla
+    import torch_xla.debug.metrics as met
+
+    from model.position import _resample_grid, _resample_tokens
+
+    ways: dict[str, Callable[[Tensor, str, tuple[int, int]], Tensor]] = {
+        "by tokens": lambda table, mode, grid: _resample_tokens(table, mode, *grid),
+        "matrix products": by_products,
+        "interpolate": lambda table, mode, grid: _resample_grid(table, mode, *grid),
+    }
+    rows = []
+    for name, (mode, _) in TABLES.items():
+        table = make_table(name, torch_xla.device())
+        for way, resample in ways.items():
+            for grid in ((36, 46), (46, 36), (64, 64)):
+
+                def work(
+                    grid: tuple[int, int] = grid,
+                    resample: Callable[..., Tensor] = resample,
+                    table: Tensor = table,
+                    mode: str = mode,
+                ) -> None:
+                    result = resample(table, mode, grid)
+                    torch_xla.sync(wait=True)
+                    del result
+
+                met.clear_all()
+                started = time.perf_counter()
+                work()
+                first = time.perf_counter() - started
+                compiled = met.metric_data("CompileTime")
+                on_host = [counter for counter in met.counter_names() if counter.startswith("aten::")]
+                row = {"table": name, "mode": mode, "way": way, "grid": list(grid), "first_s": first}
+                row |= {"programs": compiled[0] if compiled else 0, "on_host": on_host}
+                row |= {"alone_us": timed(work, time.perf_counter, repeats)["alone_us"]}
+                rows.append(row)
+                log(str(row))
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------------- output
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Where and how this was measured."""
+    import platform
+
+    import torch
+
+    facts: dict[str, Any] = {
+        "schema": SCHEMA,
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python", "scripts/bench_rope_shape.py", *sys.argv[1:]]),
+        "device": device,
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device == "cuda":
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return facts
+
+
+def measure(device: str, repeats: int) -> dict[str, Any]:
+    """All that belongs to a device, in the order of the JSON file."""
+    result = environment(device)
+    if device == "xla":
+        result["rows"] = measure_xla(repeats)
+        return result
+    result["rows"] = []
+    for name in TABLES:
+        table = make_table(name, device)
+        for grid in GRIDS:
+            row = measure_grid(name, table, grid, repeats)
+            result["rows"].append(row)
+            log(f"{name} {grid}: eager {row['eager']} compiled {row['compiled']}")
+    result["deciding"] = deciding_microseconds(device)
+    result["first_calls"] = first_calls(device)
+    return result
+
+
+def log(line: str) -> None:
+    """Progress, beside the result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a file that is whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def unavailable(device: str) -> str | None:
+    """Why nothing can be measured here, in one line."""
+    module = "torch_xla" if device == "xla" else "torch"
+    try:
+        __import__(module)
+    except ImportError as error:
+        return f"bench_rope_shape --device {device} needs {module}: {error}"
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        return "bench_rope_shape --device cuda needs a CUDA GPU, and PyTorch sees none here"
+    return None
+
+
+def main() -> int:
+    """Run one command; the return value is the exit code."""
+    parser = argparse.ArgumentParser(description="Measure get_rope_shape eager and compiled.")
+    parser.add_argument("--device", choices=("cpu", "cuda", "xla"), default="cpu")
+    parser.add_argument("--output", type=Path, help="JSON file to write (default: standard output)")
+    parser.add_argument("--repeats", type=int, default=100, help="calls of each kind (default: 100)")
+    parser.add_argument("--first-call", choices=tuple(TABLES), help="time one first call and stop")
+    arguments = parser.parse_args()
+    reason = unavailable(arguments.device)
+    if reason:
+        print(reason, file=sys.stderr)
+        return EXIT_NO_DEVICE
+    import torch
+
+    with torch.no_grad():
+        if arguments.first_call:
+            print(json.dumps(first_call(arguments.first_call, arguments.device)))
+            return 0
+        result = measure(arguments.device, arguments.repeats)
+    if arguments.output:
+        write_json(arguments.output, result)
+    else:
+        print(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
