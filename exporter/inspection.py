@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from exporter.errors import BadInput
 from exporter.manifest import MANIFEST_NAME, read_manifest
 from exporter.records import encode
+from exporter.validation.external_data import check_model_file
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def _load(path: Path) -> onnx.ModelProto:
     import onnx
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+    check_model_file(path)
     try:
         model = onnx.load(str(path), load_external_data=False)
     except (OSError, ValueError, DecodeError) as error:

@@ -87,7 +87,8 @@ def plan_rope_shape(table: Tensor, shape: tuple[int, int], compile: bool | None 
     if compilation_is_off():
         _note_once("get_rope_shape runs uncompiled: torch.compile is switched off in this process")
         return RopeShapePlan(tokenwise, compiled=False)
-    return RopeShapePlan(tokenwise, compiled=True, forced=forced)
+    # one dynamic program serves all grids, which is what the form by tokens is for
+    return RopeShapePlan(tokenwise=False, compiled=True, forced=forced)
 
 
 _HOW_TO_FORCE = f"{ENVIRONMENT_VARIABLE}=1 compiles it, {ENVIRONMENT_VARIABLE}=0 keeps it so without this message"

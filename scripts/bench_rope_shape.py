@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Measure ``get_rope_shape`` eager and compiled: ``python scripts/bench_rope_shape.py --device cuda --output FILE.json``.
+"""Measure ``get_rope_shape``: ``python scripts/bench_rope_shape.py --device cuda --output FILE.json``.
 
-On ``cpu`` and ``cuda`` the two are compared, and what compiling costs; on ``xla`` (PJRT_DEVICE says on what) three ways of
-resampling are, and how many programs each compiles. See docs/benchmarks-rope-shape.md.
+On ``cpu`` and ``cuda`` eager and compiled are compared, and what compiling costs; on ``xla`` (PJRT_DEVICE says on what)
+three ways of resampling are, and how many programs each compiles. See docs/benchmarks-rope-shape.md.
 """
 
 from __future__ import annotations
@@ -237,12 +237,13 @@ def environment(device: str) -> dict[str, Any]:
     return facts
 
 
-def measure(device: str, repeats: int) -> dict[str, Any]:
-    """All that belongs to a device, in the order of the JSON file."""
+def measure(device: str, repeats: int, save: Callable[[dict[str, Any]], None]) -> None:
+    """All that belongs to a device, in the order of the JSON file; saved before the long last part and after it."""
     result = environment(device)
     if device == "xla":
         result["rows"] = measure_xla(repeats)
-        return result
+        save(result)
+        return
     result["rows"] = []
     for name in TABLES:
         table = make_table(name, device)
@@ -251,8 +252,9 @@ def measure(device: str, repeats: int) -> dict[str, Any]:
             result["rows"].append(row)
             log(f"{name} {grid}: eager {row['eager']} compiled {row['compiled']}")
     result["deciding"] = deciding_microseconds(device)
+    save(result)
     result["first_calls"] = first_calls(device)
-    return result
+    save(result)
 
 
 def log(line: str) -> None:
@@ -286,7 +288,7 @@ def main() -> int:
     """Run one command; the return value is the exit code."""
     parser = argparse.ArgumentParser(description="Measure get_rope_shape eager and compiled.")
     parser.add_argument("--device", choices=("cpu", "cuda", "xla"), default="cpu")
-    parser.add_argument("--output", type=Path, help="JSON file to write (default: standard output)")
+    parser.add_argument("--output", type=Path, default=Path("rope-shape.json"), help="JSON file to write")
     parser.add_argument("--repeats", type=int, default=100, help="calls of each kind (default: 100)")
     parser.add_argument("--first-call", choices=tuple(TABLES), help="time one first call and stop")
     arguments = parser.parse_args()
@@ -300,11 +302,7 @@ def main() -> int:
         if arguments.first_call:
             print(json.dumps(first_call(arguments.first_call, arguments.device)))
             return 0
-        result = measure(arguments.device, arguments.repeats)
-    if arguments.output:
-        write_json(arguments.output, result)
-    else:
-        print(json.dumps(result, indent=1))
+        measure(arguments.device, arguments.repeats, partial(write_json, arguments.output))
     return 0
 
 

@@ -1,9 +1,9 @@
 """Measures the gate's margins: does it pass every honest artifact, and does it refuse every wrong model?
 
 For each preset, dtype and seed of the weights a golden set is recorded, the honest ONNX file is exported and judged by
-it. For the first seeds each wrong model is judged too: as an ONNX file of its own for the tiny presets, in the graph's
-form in PyTorch at real width (``--onnx-mutants`` makes files there as well). Every result is appended to OUTPUT.jsonl
-as soon as it is there; the summary is made from that file, also with ``--summarise`` from one that was cut short.
+it. For the first seeds each wrong model is judged too: as an ONNX file of its own, each from a trace of its own (ten
+CPU-seconds), or with ``--mutant-form graph`` in the graph's form in PyTorch, in the artifact's dtype. Every result is
+appended to OUTPUT.jsonl as soon as it is there; ``--summarise`` makes OUTPUT from such a file, also of a run cut short.
 
     OMP_NUM_THREADS=1 python scripts/gate_margins.py --seeds 50 --presets tiny tiny-k3 tiny-vl --jobs 16 --output FILE
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import base64
 import dataclasses
-import datetime
+import datetime as dt
 import functools
 import heapq
 import json
@@ -341,12 +341,12 @@ class Run:
         if mutants:
             first = dataclasses.replace(job, seeds=tuple(range(mutants)), keep=True)
             self.submit(0, first, functools.partial(self.mutants, first))
-        for seed in range(mutants, self.arguments.seeds):
+        for seed in range(max(mutants, self.arguments.first_seed), self.arguments.seeds):
             self.submit(seed, dataclasses.replace(job, seeds=(seed,)))
 
     def mutants(self, job: Job) -> None:
         """Queue the wrong models of a preset and dtype."""
-        if not is_tiny(job.preset) and not self.arguments.onnx_mutants:
+        if self.arguments.mutant_form == "graph":
             self.submit(1, dataclasses.replace(job, form="graph"))
             return
         for wrong in applicable(job.preset):
@@ -358,16 +358,25 @@ def is_tiny(preset: str) -> bool:
     return preset.startswith("tiny")
 
 
-def read_results(path: Path) -> list[Record]:
-    """Read the lines that are whole (the last one of a run that was cut may not be) and judge each."""
-    records = []
+def read_results(path: Path) -> tuple[list[Record], list[Record]]:
+    """Read the lines that are whole (the last one of a run that was cut may not be) and judge each.
+
+    Returns:
+        The runs that wrote the file, and the results; the same artifact from two runs counts once.
+    """
+    runs: list[Record] = []
+    records: dict[tuple[Any, ...], Record] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        records.append(judged(record))
-    return records
+        if "run" in record:
+            runs.append(record["run"])
+            continue
+        form = record["form"] if record["wrong"] else ""
+        records[record["preset"], record["dtype"], record["seed"], record["wrong"], form] = record
+    return runs, [judged(record) for record in records.values()]
 
 
 def all_checks(judgement: Judgement) -> Iterator[tuple[str, Check]]:
@@ -386,7 +395,9 @@ def judged(record: Record) -> Record:
     from exporter.validation.gate import judge
 
     packed = record.pop("evidence")
-    judgement = judge(decode(Evidence, json.loads(zlib.decompress(base64.b64decode(packed))), "evidence"))
+    evidence = decode(Evidence, json.loads(zlib.decompress(base64.b64decode(packed))), "evidence")
+    judgement = judge(evidence)
+    spreads = [entry.spread for case in evidence.cases for entry in case.directions if entry.fault == record["wrong"]]
     shares: dict[str, float | None] = {}
     directions: dict[str, list[tuple[str, float | None, str]]] = {}
     for case, check in all_checks(judgement):
@@ -400,7 +411,7 @@ def judged(record: Record) -> Record:
     return record | {
         "verdict": judgement.verdict.value, "shares": shares, "usable": usable,
         "faults": list(judgement.faults[:6]), "doubts": list(judgement.doubts[:6]),
-        "own": directions.get(record["wrong"], []),
+        "own": directions.get(record["wrong"], []), "own_spread": max(spreads, default=None),
     }  # fmt: skip
 
 
@@ -423,7 +434,9 @@ def honest_counts(honest: list[Record]) -> list[Record]:
         found = [record for record in honest if (record["preset"], record["dtype"]) == key]
         passed = sum(record["verdict"] == "PASS" for record in found)
         usable = min(len(record["usable"]) for record in found)
-        rows.append(dict(zip(("preset", "dtype"), key, strict=True)) | {"seeds": len(found), "pass": passed, "usable_directions": usable})  # fmt: skip  # noqa: E501
+        rows.append(
+            {"preset": key[0], "dtype": key[1], "seeds": len(found), "pass": passed, "usable_directions": usable}
+        )
     return rows
 
 
@@ -437,14 +450,15 @@ def margins_of(dtype: str, honest: list[Record], wrong: list[Record]) -> list[Re
     """For every metric the worst honest share of its limit, and the wrong model that it refuses by the least."""
     honest, wrong = ([record for record in part if record["dtype"] == dtype] for part in (honest, wrong))
     metrics = dict.fromkeys(metric for record in honest for metric in record["shares"])
-    rows = []
+    rows: list[Record] = []
     for metric in metrics:
         worst = max(honest, key=lambda record: record["shares"].get(metric) or 0.0)
         decided = [record for record in wrong if strongest(record)[0] == metric and strongest(record)[1] > 1]
         nearest = min(decided, key=lambda record: strongest(record)[1], default=None)
         rows.append({
-            "dtype": dtype, "metric": metric, "worst_honest": worst["shares"].get(metric), "worst_honest_at": f"{worst['preset']} seed {worst['seed']}",
-            "nearest_mutant": None if nearest is None else {"wrong": nearest["wrong"], "preset": nearest["preset"], "excess": strongest(nearest)[1]},
+            "dtype": dtype, "metric": metric, "honest": worst["shares"].get(metric),
+            "honest_at": f"{worst['preset']} seed {worst['seed']}", "mutant": nearest and strongest(nearest)[1],
+            "mutant_at": nearest and f"{nearest['wrong']} {nearest['preset']}",
         })  # fmt: skip
     return rows
 
@@ -462,7 +476,8 @@ def mutant_rows(wrong: list[Record]) -> list[Record]:
             "seeds": len(found), "refused": sum(record["verdict"] == "FAILED" for record in found),
             "strongest_metric": metric, "least_excess": excess, "shares": weakest["shares"],
             "own_scores": [min(own), max(own)] if own and None not in own else None,
-            "usable_own_directions": len(own), "own_directions": sum(len(record["own"]) for record in found),
+            "own_spread": max(record["own_spread"] for record in found), "usable_own_directions": len(own),
+            "own_directions": sum(len(record["own"]) for record in found),
         })  # fmt: skip
     return rows
 
@@ -471,12 +486,11 @@ def surroundings(command: list[str]) -> Record:
     """What the numbers depend on."""
     cores = os.cpu_count()
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(command),
         "machine": f"{platform.machine()}, {cores} cores",
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in TOOLS},
-        "max_patches": MAX_PATCHES,
     }
 
 
@@ -486,8 +500,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--presets", nargs="+", default=["tiny", "tiny-k3", "tiny-vl"])
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--seeds", type=int, default=50, help="weights of honest artifacts")
+    parser.add_argument("--first-seed", type=int, default=0, help="of honest artifacts, to share seeds between runs")
     parser.add_argument("--mutant-seeds", type=int, default=2, help="of these, how many make wrong models")
-    parser.add_argument("--onnx-mutants", action="store_true", help="an ONNX file for each wrong model at real width")
+    parser.add_argument("--mutant-form", choices=["onnx", "graph"], default="onnx", help="graph: in PyTorch, no file")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="records golden sets at real width")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no job begins")
@@ -499,13 +514,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(command: list[str]) -> int:
     """Run; 0 if every honest artifact passed."""
     arguments = parse(command)
+    results = arguments.output.with_suffix(".jsonl")
     if not arguments.summarise:
+        with open(results, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"run": surroundings(["scripts/gate_margins.py", *command])}) + "\n")
         with tempfile.TemporaryDirectory() as folder:
             run = Run(arguments, Path(folder))
             run.start()
             run.finish()
-    found = summarise(read_results(arguments.output.with_suffix(".jsonl")))
-    document = surroundings(["scripts/gate_margins.py", *command]) | found
+    runs, records = read_results(results)
+    found = summarise(records)
+    document = {"runs": runs, "max_patches": MAX_PATCHES} | found
+    document = json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.4g}"))
     arguments.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for row in found["honest"]:
         print(f"{row['preset']:<22} {row['dtype']}: {row['pass']} of {row['seeds']} honest artifacts PASS")

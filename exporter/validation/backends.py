@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from exporter.errors import BadInput, MissingRequirement, one_line
 from exporter.validation.evidence import BackendInfo, DType
+from exporter.validation.external_data import check_external_data, check_model_file
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -98,10 +99,12 @@ def model_dtype(path: Path) -> DType:
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingRequirement("reading an ONNX model needs onnx; install kvit-export[cpu] or [gpu]") from error
+    check_model_file(path)
     try:
         model = onnx.load_model(str(path), load_external_data=False)
     except (OSError, ValueError, DecodeError) as error:
         raise BadInput(f"{path} is not a readable ONNX model: {one_line(str(error))[:200]}") from error
+    check_external_data(path, model)
     types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
     if set(types) != set(INPUTS) or [value.name for value in model.graph.output] != [OUTPUT]:
         raise BadInput(f"{path} is not a vision tower: it does not take {' and '.join(INPUTS)} to {OUTPUT}")

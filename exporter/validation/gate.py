@@ -27,8 +27,8 @@ RULES_VERSION = 2
 FACTOR = 1.5  # honest bf16 exports reach 1.12 times the floor, the nearest wrong model that a norm sees 1.7 times
 FACTOR_FEW_ROWS = 2.0  # with few rows the floor itself is one draw of a wide distribution: 1.4 times it at 2x2
 FEW_ROWS = 16
-# A maximum over rows or elements is one draw of a wide distribution however many there are: two honest runs of one case
-# were up to 1.55 (largest error) and 1.42 (worst token) apart in 600 cases, and each further 0.1 is four times as rare.
+# A maximum over rows or elements is one draw of a wide distribution however many there are: in 3832 cases honest
+# artifacts reached 1.71 times the floor (largest error) and 1.46 (worst token); each further 0.1 is four times as rare.
 FACTOR_MAXIMUM = 2.0
 
 # fp32 has no floor worth the name; ONNX Runtime agrees with PyTorch to 5e-7.

@@ -110,7 +110,7 @@ def test_fifteen_rows_are_few_and_sixteen_are_not():
 
 @pytest.mark.parametrize("metric", METRICS[1:])
 def test_maxima_scatter_whatever_the_number_of_rows(metric):
-    """Measured: at 80 rows the largest error of an honest artifact was 1.55 times PyTorch's own."""
+    """Measured: with 16 rows and more the largest error of an honest artifact reached 1.71 times the floor."""
     assert {gate.factor_for(metric, rows) for rows in (1, 15, 16, 1024)} == {2}
 
 

@@ -96,13 +96,13 @@ def test_known_devices(device: str, tokenwise: bool, compiled: bool, monkeypatch
 def test_variable_overrides_the_device_and_the_argument_overrides_the_variable(
     device: str, setting: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    by_device = device == "cuda"
+    by_device, by_tokens = device == "cuda", device in ("xla", "tpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         monkeypatch.setenv(ENVIRONMENT_VARIABLE, setting)
         # read at every call, not at import
-        assert plan_on(device, monkeypatch)[1:] == (wanted, wanted)
-        assert plan_on(device, monkeypatch, compile=not wanted)[1:] == (not wanted, not wanted)
+        assert plan_on(device, monkeypatch) == (by_tokens and not wanted, wanted, wanted)
+        assert plan_on(device, monkeypatch, compile=not wanted) == (by_tokens and wanted, not wanted, not wanted)
     if device != "mps":
         monkeypatch.setenv(ENVIRONMENT_VARIABLE, "auto")
         assert plan_on(device, monkeypatch)[1:] == (by_device, False)
