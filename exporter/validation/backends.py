@@ -15,6 +15,7 @@ from exporter.validation.evidence import BackendInfo, DType
 from exporter.validation.external_data import check_external_data, check_model_file
 
 if TYPE_CHECKING:
+    import onnx
     import onnxruntime
 
 INPUTS = ("pixel_values", "grid_hws")
@@ -94,6 +95,11 @@ def model_dtype(path: Path) -> DType:
         BadInput: the file is no such model.
         MissingRequirement: onnx is not installed.
     """
+    return _dtype_of(_read_model(path), path)
+
+
+def _read_model(path: Path) -> onnx.ModelProto:
+    """Read a model without its weights."""
     try:
         import onnx
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -101,10 +107,12 @@ def model_dtype(path: Path) -> DType:
         raise MissingRequirement("reading an ONNX model needs onnx; install kvit-export[cpu] or [gpu]") from error
     check_model_file(path)
     try:
-        model = onnx.load_model(str(path), load_external_data=False)
+        return onnx.load_model(str(path), load_external_data=False)
     except (OSError, ValueError, DecodeError) as error:
         raise BadInput(f"{path} is not a readable ONNX model: {one_line(str(error))[:200]}") from error
-    check_external_data(path, model)
+
+
+def _dtype_of(model: onnx.ModelProto, path: Path) -> DType:
     types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
     if set(types) != set(INPUTS) or [value.name for value in model.graph.output] != [OUTPUT]:
         raise BadInput(f"{path} is not a vision tower: it does not take {' and '.join(INPUTS)} to {OUTPUT}")
@@ -129,7 +137,7 @@ class OrtBackend:
             threads: of one operator; 0 lets ONNX Runtime choose.
 
         Raises:
-            BadInput: the model cannot be loaded.
+            BadInput: the model cannot be loaded, or its weights lie outside its folder.
             MissingRequirement: onnxruntime or its CUDA provider is missing.
         """
         try:
@@ -137,7 +145,9 @@ class OrtBackend:
         except ImportError as error:
             raise MissingRequirement("this needs onnxruntime; install kvit-export[cpu] or [gpu]") from error
         self.name = f"onnxruntime-{provider}"
-        self.dtype = model_dtype(path)
+        graph = _read_model(path)
+        self.dtype = _dtype_of(graph, path)
+        check_external_data(path, graph)
         self._path = path
         self._emulated = provider == "cpu" and self.dtype != "float32"
         self._errors = _onnxruntime_errors()
