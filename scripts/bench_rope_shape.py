@@ -2,7 +2,7 @@
 """Measure ``get_rope_shape``: ``python scripts/bench_rope_shape.py --device cuda --output FILE.json``.
 
 On ``cpu`` and ``cuda`` eager and compiled are compared, and what compiling costs; on ``xla`` (PJRT_DEVICE says on what)
-three ways of resampling are, and how many programs each compiles. See docs/benchmarks-rope-shape.md.
+three ways of resampling are, and how many programs each compiles. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
