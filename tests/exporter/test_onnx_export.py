@@ -41,8 +41,6 @@ def calls_for(name: str, packing: str) -> list[tuple[int, list[tuple[int, int]]]
 @pytest.mark.parametrize(("rope", "attention", "packing"), FORMS)
 def test_fp32_agrees_with_the_live_tower(name: str, rope: str, attention: str, packing: str, tmp_path) -> None:
     """1e-5 is the contract; two fp32 summation orders differ by 7e-7 here."""
-    if name == "tiny-vl" and (rope, attention) not in [("plugin", "plain"), ("standard", "op")]:
-        pytest.skip("Kimi-VL is K2.5 without the time axis; two forms show that it exports")
     path = towers.export_to(tmp_path, name, towers.options_of("fp32", rope, attention, packing))
     with OrtBackend(path, threads=1) as backend:
         for frames, grids in calls_for(name, packing):
