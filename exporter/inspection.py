@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from exporter.errors import BadInput
 from exporter.manifest import MANIFEST_NAME, read_manifest
 from exporter.records import encode
-from exporter.validation.external_data import check_model_file
+from exporter.validation.external_data import read_model
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 
 if TYPE_CHECKING:
@@ -60,14 +60,7 @@ def rope_form(operators: Counter[str]) -> str:
 
 
 def _load(path: Path) -> onnx.ModelProto:
-    import onnx
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
-    check_model_file(path)
-    try:
-        model = onnx.load(str(path), load_external_data=False)
-    except (OSError, ValueError, DecodeError) as error:
-        raise BadInput(f"{path}: not a readable ONNX model ({str(error)[:200]})") from error
+    model = read_model(path)
     if not model.graph.node:
         raise BadInput(f"{path}: holds no ONNX graph; is it an .onnx file?")
     return model

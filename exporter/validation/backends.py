@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from exporter.errors import BadInput, MissingRequirement, one_line
 from exporter.validation.evidence import BackendInfo, DType
-from exporter.validation.external_data import check_external_data, check_model_file
+from exporter.validation.external_data import check_external_data, read_model
 
 if TYPE_CHECKING:
     import onnx
@@ -95,21 +95,7 @@ def model_dtype(path: Path) -> DType:
         BadInput: the file is no such model.
         MissingRequirement: onnx is not installed.
     """
-    return _dtype_of(_read_model(path), path)
-
-
-def _read_model(path: Path) -> onnx.ModelProto:
-    """Read a model without its weights."""
-    try:
-        import onnx
-        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise MissingRequirement("reading an ONNX model needs onnx; install kvit-export[cpu] or [gpu]") from error
-    check_model_file(path)
-    try:
-        return onnx.load_model(str(path), load_external_data=False)
-    except (OSError, ValueError, DecodeError) as error:
-        raise BadInput(f"{path} is not a readable ONNX model: {one_line(str(error))[:200]}") from error
+    return _dtype_of(read_model(path), path)
 
 
 def _dtype_of(model: onnx.ModelProto, path: Path) -> DType:
@@ -145,7 +131,7 @@ class OrtBackend:
         except ImportError as error:
             raise MissingRequirement("this needs onnxruntime; install kvit-export[cpu] or [gpu]") from error
         self.name = f"onnxruntime-{provider}"
-        graph = _read_model(path)
+        graph = read_model(path)
         self.dtype = _dtype_of(graph, path)
         check_external_data(path, graph)
         self._path = path

@@ -1,4 +1,4 @@
-"""Refuses an ONNX model whose weights lie outside its folder or beyond the end of their file, before any is read."""
+"""Reads ONNX models without their weights, and refuses weights outside the folder or beyond the end of their file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from exporter.errors import BadInput
+from exporter.errors import BadInput, MissingRequirement, one_line
 
 if TYPE_CHECKING:
     import onnx
@@ -25,6 +25,25 @@ def check_model_file(path: Path) -> None:
     size = _size_of(path, f"{path} is not a readable ONNX model")
     if size >= MAX_MODEL_BYTES:
         raise BadInput(f"{path} is not a readable ONNX model: it has {size} bytes, a model has less than 2 GiB")
+
+
+def read_model(path: Path) -> onnx.ModelProto:
+    """Read a model without its weights.
+
+    Raises:
+        BadInput: it is missing, no regular file, too large or no ONNX model.
+        MissingRequirement: onnx is not installed.
+    """
+    try:
+        import onnx
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingRequirement("reading an ONNX model needs onnx; install kvit-export[cpu] or [gpu]") from error
+    check_model_file(path)
+    try:
+        return onnx.load_model(str(path), load_external_data=False)
+    except (OSError, ValueError, DecodeError) as error:
+        raise BadInput(f"{path} is not a readable ONNX model: {one_line(str(error))[:200]}") from error
 
 
 def check_external_data(path: Path, model: onnx.ModelProto) -> None:
