@@ -6,8 +6,11 @@ STAMP := $(VENV)/.installed
 # torch_xla goes with one version of PyTorch, older than the one above
 VENV_XLA ?= .venv-xla
 STAMP_XLA := $(VENV_XLA)/.installed
+# torch-tpu loads itself with PyTorch, so nothing else may share its environment; Python 3.11 or newer
+VENV_TPU ?= .venv-tpu
+STAMP_TPU := $(VENV_TPU)/.installed
 
-.PHONY: demo test test-xla lint clean
+.PHONY: demo test test-xla test-tpu lint clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,10 +33,18 @@ $(STAMP_XLA): constraints-xla.txt
 test-xla: $(STAMP_XLA)  ## the tower on a real XLA device, the CPU by default; needs 7 GB and, the first time, minutes
 	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} $(VENV_XLA)/bin/python -m pytest tests/xla -ra
 
+$(STAMP_TPU): constraints-tpu.txt
+	$(PYTHON) -m venv $(VENV_TPU)
+	$(VENV_TPU)/bin/python -m pip install --quiet --no-compile -r constraints-tpu.txt
+	touch $@
+
+test-tpu: $(STAMP_TPU)  ## the tower beside torch-tpu's compiler, which refuses dynamic shapes; needs no TPU
+	$(VENV_TPU)/bin/python -m pytest tests/tpu -ra
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VENV_XLA) build out *.egg-info .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_XLA) $(VENV_TPU) build out *.egg-info .mypy_cache .ruff_cache

@@ -15,6 +15,7 @@ from model.errors import InputError
 # name -> first line of its help, so that listing the commands imports none of them
 COMMANDS = {
     "onnx": "Export a vision tower to ONNX and check what was written.",
+    "trt": "Build a TensorRT engine from an exported tower and judge it where it can run.",
     "golden": "Record what PyTorch computes, to judge artifacts by.",
     "validate": "Run an artifact on its golden set and judge it.",
     "verify": "Exit with 0 only if this very artifact passed, for this GPU and this TensorRT.",

@@ -124,6 +124,7 @@ class Manifest:
         warnings: what exporter and builder warned of.
         seconds: duration by step.
         peak_memory_bytes: largest resident set of the process; None where the system does not tell.
+        layers: of an engine by type, with their precision where TensorRT tells it; empty for ONNX.
         files: record by name, relative to the folder, with ``/``; the golden set's files stand under ``golden/``.
         validation: None until the gate has run.
     """
@@ -146,6 +147,7 @@ class Manifest:
     warnings: tuple[str, ...]
     seconds: Mapping[str, float]
     peak_memory_bytes: int | None
+    layers: Mapping[str, int]
     files: Mapping[str, FileRecord]
     validation: Validation | None
 

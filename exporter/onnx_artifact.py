@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +22,11 @@ from exporter.manifest import (
 )
 from exporter.onnx_export import MODEL_FILE, OnnxExport, export_onnx
 from exporter.onnx_trace import DEFAULT_OPSET, MAX_OPSET, MIN_OPSET, OPSET_OF_NEW_OPERATORS, OnnxOptions
+from exporter.tools import EXPORT_TOOLS, Clock, peak_memory, tool_versions
 from exporter.validation.backends import OrtBackend
+from exporter.validation.golden_cases import GoldenOptions, GoldenSize, size_text
 from exporter.validation.judging import judge_folder
-from exporter.validation.record import GoldenOptions, check_options, record_golden
+from exporter.validation.record import check_options, record_golden
 from exporter.validation.report import Report
 from model.checkpoint import open_source
 from model.graph import GraphForm
@@ -37,7 +34,6 @@ from model.weights import VisionWeights
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-TOOLS = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "numpy", "safetensors")
 
 Progress = Callable[[str, int, int], None]
 """Called with a step, how much of it is done, and how much there is."""
@@ -54,7 +50,7 @@ class OnnxRequest:
     opset: int | None = None
     images: tuple[Path, ...] = ()
     golden: bool = True
-    golden_sizes: tuple[tuple[int, int], ...] = ()
+    golden_sizes: tuple[GoldenSize, ...] = ()
     max_patches: int = 4096
     device: str = "cpu"
     norm_eps: float | None = None
@@ -74,19 +70,6 @@ class OnnxArtifact:
     folder: Path
     manifest: Manifest
     report: Report | None
-
-
-class _Clock:
-    """Seconds by step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = round(time.perf_counter() - start, 3)
 
 
 def choose_opset(form: GraphForm, asked: int | None) -> int:
@@ -121,16 +104,15 @@ def make_onnx(request: OnnxRequest, progress: Progress) -> OnnxArtifact:
     weights = open_source(request.source, norm_eps=request.norm_eps)
     if request.golden:
         check_options(weights, _golden_options(request))
-    clock = _Clock()
+    clock = Clock()
     try:
         with atomic_directory(request.output, request.force) as folder:
             with clock.step("export"):
                 export = export_onnx(weights, options, folder, version=version(), progress=progress)
             if request.golden:
                 with clock.step("record golden set"):
-                    record_golden(
-                        weights, _golden_options(request), folder / GOLDEN_FOLDER, progress=_counted("golden", progress)
-                    )
+                    parts = _record(weights, request, folder, progress)
+                clock.seconds |= {f"record golden set: {part}": seconds for part, seconds in parts.items()}
             manifest = _manifest(request, options, weights, export, folder, clock)
             write_manifest(folder, manifest)
             report = None
@@ -156,6 +138,19 @@ def _counted(step: str, progress: Progress) -> Progress:
     return lambda name, number, total: progress(f"{step} {name}", number - 1, total)
 
 
+def _record(weights: VisionWeights, request: OnnxRequest, folder: Path, progress: Progress) -> dict[str, float]:
+    """Record the golden set; returns the seconds of each part."""
+    seconds: dict[str, float] = {}
+    record_golden(
+        weights,
+        _golden_options(request),
+        folder / GOLDEN_FOLDER,
+        progress=_counted("golden", progress),
+        seconds=seconds,
+    )
+    return seconds
+
+
 def _golden_options(request: OnnxRequest) -> GoldenOptions:
     return GoldenOptions(
         dtype=DTYPES[request.dtype],  # type: ignore[arg-type]  # the table's values are the literals
@@ -173,7 +168,7 @@ def _manifest(
     weights: VisionWeights,
     export: OnnxExport,
     folder: Path,
-    clock: _Clock,
+    clock: Clock,
 ) -> Manifest:
     config, form = weights.config, options.form
     plugin = None
@@ -193,7 +188,7 @@ def _manifest(
             onnx_sha256=None,
         ),
         options=_plain_options(request),
-        tool_versions=tool_versions(),
+        tool_versions=tool_versions(EXPORT_TOOLS),
         dtype=DTYPES[options.dtype],  # type: ignore[arg-type]
         opset=options.opset,
         rope=form.rope,  # type: ignore[arg-type]
@@ -206,6 +201,7 @@ def _manifest(
         warnings=export.warnings,
         seconds=dict(clock.seconds),
         peak_memory_bytes=peak_memory(),
+        layers={},
         files=record_files(folder),
         validation=None,
     )
@@ -221,24 +217,8 @@ def _plain_options(request: OnnxRequest) -> dict[str, Any]:
         "opset": request.opset,
         "images": [image.name for image in request.images],
         "golden": request.golden,
-        "golden_sizes": [list(size) for size in request.golden_sizes],
+        "golden_sizes": [size_text(size) for size in request.golden_sizes],
         "max_patches": request.max_patches,
         "device": request.device,
         "norm_eps": request.norm_eps,
     }
-
-
-def tool_versions() -> dict[str, str]:
-    """Versions of what made an artifact."""
-    found = {"kvit-export": version(), "python": sys.version.split()[0]}
-    for name in TOOLS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def peak_memory() -> int:
-    """Largest resident set of this process so far, in bytes (Linux counts it in KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -88,7 +88,9 @@ def trace_one_block(config: VisionConfig, options: OnnxOptions) -> Trace:
         tower = KimiVision(one_layer)
     # Uninitialised memory is never touched: the tracer looks at shapes only.
     tower = tower.to_empty(device="cpu").to(dtype).requires_grad_(requires_grad=False)
-    example = (torch.zeros(2, 32, config.patch_pixels, dtype=dtype), torch.full((2, 2), 4))
+    # on the CPU whatever the process's default device is
+    pixels = torch.zeros(2, 32, config.patch_pixels, dtype=dtype, device="cpu")
+    example = (pixels, torch.full((2, 2), 4, device="cpu"))
     with _quiet(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = _export(_OneBlock(tower, options.form).eval(), example, options.opset)
@@ -101,24 +103,42 @@ def trace_one_block(config: VisionConfig, options: OnnxOptions) -> Trace:
 def _export(module: torch.nn.Module, example: tuple[Tensor, Tensor], opset: int) -> ir.Model:
     onnx_op.register_schema()
     frames, patches, items = (torch.export.Dim(name) for name in ("frames", "patches", "items"))
+    shapes = ({0: frames, 1: patches}, {0: items})
     try:
         program = torch.onnx.export(
-            module,
-            example,
+            _capture(module, example, shapes),
             dynamo=True,
             optimize=False,
             verbose=False,
             opset_version=opset,
             input_names=INPUTS,
             output_names=(OUTPUT, BLOCK_IN, BLOCK_OUT),
-            dynamic_shapes=({0: frames, 1: patches}, {0: items}),
+            dynamic_shapes=shapes,
             custom_translation_table={**onnx_op.translation(), **_whole_number_division()},
         )
-    except torch.onnx.errors.OnnxExporterError as error:
+    except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:
         raise ExportFailed(f"PyTorch could not export the tower at opset {opset}: {error}") from error
     if program is None:
         raise ExportFailed("PyTorch's exporter returned nothing")
     return program.model
+
+
+def _capture(module: torch.nn.Module, example: tuple[Tensor, Tensor], shapes: Any) -> torch.export.ExportedProgram:  # noqa: ANN401
+    """Trace as ``torch.onnx.export`` of PyTorch 2.11 and later does by itself.
+
+    Earlier ones turn conditions on sizes (patches come in fours, frames * patches is not 1) into guards and then refuse
+    the range; here they are left to assertions. Sizes of 0 and 1 are not told apart from others.
+    """
+    import torch.fx.experimental._config as sizes
+
+    with sizes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        return torch.export.export(
+            module,
+            example,
+            dynamic_shapes=shapes,
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
 
 
 def _whole_number_division() -> dict[Any, Any]:

@@ -112,6 +112,18 @@ class VisionConfig:
         """Plain values, for the manifest."""
         return {**dataclasses.asdict(self), "merge_kernel_size": list(self.merge_kernel_size)}
 
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> VisionConfig:
+        """Make a config from what :meth:`to_dict` gave.
+
+        Raises:
+            ConfigError: a field is unknown, missing or has a value that is not supported.
+        """
+        names = {field.name for field in dataclasses.fields(VisionConfig)}
+        if wrong := sorted(names.symmetric_difference(values)):
+            raise ConfigError(f"config: {wrong[0]!r} is unknown or missing")
+        return VisionConfig(**{**values, "merge_kernel_size": _pair("merge_kernel_size", values["merge_kernel_size"])})
+
     @property
     def sha256(self) -> str:
         """Hash of everything that decides what the tower computes, apart from its weights."""

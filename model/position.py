@@ -75,6 +75,7 @@ def get_rope_shape(
 
     Half-pixel centres, edge taps clamped, no antialiasing when shrinking: ``interpolate(align_corners=False)``.
     :mod:`model.platform` decides, by the table's device, whether it is compiled and which of two equal forms runs.
+    A grid of the table's own size gets a copy of the table, which is what resampling would give, bit for bit.
 
     Args:
         table: [rows, columns, width], any floating dtype.
@@ -89,6 +90,9 @@ def get_rope_shape(
         InputError: the environment variable KVIT_COMPILE_ROPE_SHAPE has a value that means nothing.
     """
     plan = platform.plan_rope_shape(table, shape, compile)
+    if not plan.tokenwise and tuple(shape) == tuple(table.shape[:2]):
+        # every fraction is 0 and every weight 0 or 1; by tokens it would be one more program for XLA to compile
+        return table.to(torch.float32, copy=True).flatten(0, 1)
     resample: platform.Resample = _resample_tokens if plan.tokenwise else _resample_grid
     if plan.compiled:
         resample = platform.compiled_rope_shape(resample, table, mode, forced=plan.forced)

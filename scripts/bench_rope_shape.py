@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ TABLES = {"kimi-k2.5": ("bicubic", 1152), "kimi-k3": ("bilinear", 1024)}
 GRIDS = [(2, 2), (16, 16), (36, 46), (46, 36), (64, 64), (6, 512), (100, 100)]
 FIRST_CALL_GRID = (36, 46)
 CALLS_IN_A_ROW = 20
+SECONDS_OF_EACH = 0.3  # at most, for each of the two ways of timing a call, once there are three values
 
 
 def make_table(name: str, device: Any) -> Tensor:  # noqa: ANN401  a torch.device or its name
@@ -46,22 +47,13 @@ def make_table(name: str, device: Any) -> Tensor:  # noqa: ANN401  a torch.devic
 
 def timed(work: Callable[[], object], wait: Callable[[], object], repeats: int) -> dict[str, float]:
     """Microseconds of one call: alone, with waiting for its result, and as one of twenty in a row."""
-    alone, in_a_row = [], []
     for _ in range(3):
         work()
     wait()
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        wait()
-        alone.append((time.perf_counter() - start) * 1e6)
-    for _ in range(max(3, repeats // CALLS_IN_A_ROW)):
-        start = time.perf_counter()
-        for _ in range(CALLS_IN_A_ROW):
-            work()
-        wait()
-        in_a_row.append((time.perf_counter() - start) * 1e6 / CALLS_IN_A_ROW)
+    alone = several(work, wait, repeats, calls=1)
+    in_a_row = several(work, wait, max(3, repeats // CALLS_IN_A_ROW), calls=CALLS_IN_A_ROW)
     return {
+        "calls_alone": len(alone),
         "alone_us": statistics.median(alone),
         "alone_min_us": min(alone),
         "alone_max_us": max(alone),
@@ -69,15 +61,29 @@ def timed(work: Callable[[], object], wait: Callable[[], object], repeats: int) 
     }
 
 
-def gpu_microseconds(work: Callable[[], object]) -> float:
-    """What the GPU itself is busy for: one call within a CUDA graph of twenty."""
+def several(work: Callable[[], object], wait: Callable[[], object], repeats: int, calls: int) -> list[float]:
+    """Microseconds of a call in up to ``repeats`` groups of ``calls``; three groups at least, however slow they are."""
+    values: list[float] = []
+    end = time.perf_counter() + SECONDS_OF_EACH
+    while len(values) < repeats and (len(values) < 3 or time.perf_counter() < end):
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        wait()
+        values.append((time.perf_counter() - start) * 1e6 / calls)
+    return values
+
+
+def gpu_microseconds(work: Callable[[], object], about_us: float) -> float:
+    """What the GPU itself is busy for: one call within a CUDA graph of twenty; fewer replays of slow ones."""
     import torch
 
     from scripts.rope_bench.timing import capture, time_graphs
 
     torch.cuda.synchronize()
     graphs = {"call": capture(CALLS_IN_A_ROW, lambda _: work())}
-    return time_graphs(graphs, 20)["call"]["median_us"]
+    replays = int(SECONDS_OF_EACH * 1e6 / (CALLS_IN_A_ROW * about_us))
+    return time_graphs(graphs, min(20, max(3, replays)))["call"]["median_us"]
 
 
 def measure_grid(name: str, table: Tensor, grid: tuple[int, int], repeats: int) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def measure_grid(name: str, table: Tensor, grid: tuple[int, int], repeats: int) 
         results.append(call())
         row[form] = timed(call, wait, repeats)
         if on_gpu:
-            row[form]["gpu_us"] = gpu_microseconds(call)
+            row[form]["gpu_us"] = gpu_microseconds(call, row[form]["in_a_row_us"])
     row["largest_difference"] = float((results[0] - results[1]).abs().max())
     row["speedup_alone"] = row["eager"]["alone_us"] / row["compiled"]["alone_us"]
     return row
@@ -123,18 +129,28 @@ def first_call(name: str, device: str) -> dict[str, float]:
     return seconds
 
 
-def first_calls(device: str) -> list[dict[str, Any]]:
+def caches_of(name: str, folder: str) -> dict[str, str]:
+    """Environment variables that give one table's compiled kernels a place of their own."""
+    return {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{name}/inductor", "TRITON_CACHE_DIR": f"{folder}/{name}/triton"}
+
+
+def first_calls(device: str, folder: str) -> Iterator[dict[str, Any]]:
     """First calls with an empty and with a filled cache of compiled kernels."""
-    rows = []
     for name in TABLES:
-        with tempfile.TemporaryDirectory() as folder:
-            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-            for cache in ("empty", "filled"):
-                command = [sys.executable, __file__, "--device", device, "--first-call", name]
-                done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=True)
-                rows.append({"table": name, "cache": cache, **json.loads(done.stdout)})
-                log(str(rows[-1]))
-    return rows
+        for cache in ("empty", "filled"):
+            command = [sys.executable, __file__, "--device", device, "--first-call", name]
+            environ = {**os.environ, **caches_of(name, folder)}
+            done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+            yield {"table": name, "cache": cache, **json.loads(done.stdout)}
+
+
+def all_grids(device: str, repeats: int, folder: str) -> Iterator[dict[str, Any]]:
+    """Every table at every grid, with the kernels that :func:`first_calls` left."""
+    for name in TABLES:
+        os.environ.update(caches_of(name, folder))
+        table = make_table(name, device)
+        for grid in GRIDS:
+            yield measure_grid(name, table, grid, repeats)
 
 
 def deciding_microseconds(device: str) -> dict[str, float]:
@@ -170,7 +186,7 @@ def by_products(table: Tensor, mode: str, shape: tuple[int, int]) -> Tensor:
     return (matrices[1] @ by_row).flatten(0, 1)
 
 
-def measure_xla(repeats: int) -> list[dict[str, Any]]:
+def measure_xla(repeats: int) -> Iterator[dict[str, Any]]:
     """Three ways of resampling, by tokens as shipped, at grids of which two have the same number of tokens."""
     import torch_xla
     import torch_xla.debug.metrics as met
@@ -182,7 +198,6 @@ def measure_xla(repeats: int) -> list[dict[str, Any]]:
         "matrix products": by_products,
         "interpolate": lambda table, mode, grid: _resample_grid(table, mode, *grid),
     }
-    rows = []
     for name, (mode, _) in TABLES.items():
         table = make_table(name, torch_xla.device())
         for way, resample in ways.items():
@@ -206,10 +221,8 @@ def measure_xla(repeats: int) -> list[dict[str, Any]]:
                 on_host = [counter for counter in met.counter_names() if counter.startswith("aten::")]
                 row = {"table": name, "mode": mode, "way": way, "grid": list(grid), "first_s": first}
                 row |= {"programs": compiled[0] if compiled else 0, "on_host": on_host}
-                row |= {"alone_us": timed(work, time.perf_counter, repeats)["alone_us"]}
-                rows.append(row)
-                log(str(row))
-    return rows
+                times = timed(work, time.perf_counter, repeats)
+                yield row | {key: times[key] for key in ("calls_alone", "alone_us", "alone_min_us")}
 
 
 # --------------------------------------------------------------------------------------------------------------- output
@@ -232,29 +245,39 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+    if device == "xla":
+        import torch_xla
+
+        facts |= {"torch_xla": torch_xla.__version__, "pjrt_device": os.environ.get("PJRT_DEVICE", "")}
+    facts["load_before"] = list(os.getloadavg())  # of a machine that others use too
     if device == "cuda":
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return facts
 
 
 def measure(device: str, repeats: int, save: Callable[[dict[str, Any]], None]) -> None:
-    """All that belongs to a device, in the order of the JSON file; saved before the long last part and after it."""
+    """All that belongs to a device; saved after every row, so that a run that is cut short leaves what it had."""
     result = environment(device)
+    with tempfile.TemporaryDirectory() as folder:
+        for part, rows in parts_of(device, repeats, folder).items():
+            result[part] = []
+            for row in rows:
+                result[part].append(row)
+                log(f"{part}: {row}")
+                save(result)
+    result["complete"] = True
+    save(result)
+
+
+def parts_of(device: str, repeats: int, folder: str) -> dict[str, Iterator[dict[str, Any]]]:
+    """What is measured on a device, in this order: first calls first, for they are cut off most easily."""
     if device == "xla":
-        result["rows"] = measure_xla(repeats)
-        save(result)
-        return
-    result["rows"] = []
-    for name in TABLES:
-        table = make_table(name, device)
-        for grid in GRIDS:
-            row = measure_grid(name, table, grid, repeats)
-            result["rows"].append(row)
-            log(f"{name} {grid}: eager {row['eager']} compiled {row['compiled']}")
-    result["deciding"] = deciding_microseconds(device)
-    save(result)
-    result["first_calls"] = first_calls(device)
-    save(result)
+        return {"rows": measure_xla(repeats)}
+    return {
+        "first_calls": first_calls(device, folder),
+        "rows": all_grids(device, repeats, folder),
+        "deciding": (deciding_microseconds(device) for _ in range(1)),
+    }
 
 
 def log(line: str) -> None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 DTYPES: dict[str, DType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-MAX_PATCHES = 320  # 2x2, 16x16, 16x20, 20x16, a clip and calls of several items
+MAX_PATCHES = 480  # 2x2, 16x16, 16x20, 20x16, a clip of 4x10x12 and calls of several items
 TOOLS = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "numpy")
 
 

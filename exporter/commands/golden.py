@@ -25,7 +25,7 @@ def command(
     dtype: str,
     packing: str,
     images: tuple[Path, ...],
-    golden_sizes: tuple[tuple[int, int], ...],
+    golden_sizes: tuple[options.Size, ...],
     max_patches: int,
     device: str,
     norm_eps: float | None,
@@ -39,7 +39,8 @@ def command(
     """
     with options.needs("golden", "cpu"):
         from exporter.onnx_artifact import DTYPES
-        from exporter.validation.record import GoldenOptions, record_golden
+        from exporter.validation.golden_cases import GoldenOptions
+        from exporter.validation.record import record_golden
         from model.checkpoint import open_source
     from exporter.progress import progress
 

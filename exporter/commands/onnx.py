@@ -54,7 +54,7 @@ def command(
     attention: str,
     opset: int | None,
     images: tuple[Path, ...],
-    golden_sizes: tuple[tuple[int, int], ...],
+    golden_sizes: tuple[options.Size, ...],
     max_patches: int,
     device: str,
     no_golden: bool,

@@ -11,20 +11,28 @@ import click
 
 from exporter.errors import MissingRequirement
 
+Size = tuple[int, tuple[tuple[int, int], ...]]
+"""Frames, and (rows, columns) in patches of each item."""
 
-class GridSize(click.ParamType[tuple[int, int]]):
-    """``HxW`` in patches."""
 
-    name = "HxW"
+class GridSize(click.ParamType[Size]):
+    """``[Tx]HxW`` in patches, several items joined by ``+``."""
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """Parse ``36x46`` into (36, 46)."""
+    name = "[Tx]HxW[+...]"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Size:
+        """Parse ``36x46`` into (1, ((36, 46),)), ``4x30x34+4x8x8`` into (4, ((30, 34), (8, 8)))."""
         if isinstance(value, tuple):
             return value
-        match = re.fullmatch(r"(\d{1,4})x(\d{1,4})", str(value))
-        if match is None:
-            self.fail(f"{value!r} is not HxW in patches, such as 36x46", param, ctx)
-        return int(match[1]), int(match[2])
+        found = [re.fullmatch(r"(?:(\d{1,4})x)?(\d{1,4})x(\d{1,4})", item) for item in str(value).split("+")]
+        items = [(int(match[1] or 1), int(match[2]), int(match[3])) for match in found if match]
+        if len(items) < len(found):
+            self.fail(
+                f"{value!r} is not HxW in patches, such as 36x46, or TxHxW for a clip; join items by +", param, ctx
+            )
+        if len({frames for frames, _, _ in items}) > 1:
+            self.fail(f"{value!r}: the items of one call have equally many frames", param, ctx)
+        return items[0][0], tuple((height, width) for _, height, width in items)
 
 
 OUTPUT = click.option(
@@ -52,14 +60,15 @@ def GOLDEN(function: click.decorators.FC) -> click.decorators.FC:  # noqa: N802 
             "--golden-sizes",
             type=GridSize(),
             multiple=True,
-            help="Further grid for the golden set, in patches; may be repeated.",
+            help="Further call for the golden set, in patches: 36x46, a clip 4x30x34 (frames first), or several items "
+            "36x46+16x16 with --packing packed; may be repeated.",
         ),
         click.option(
             "--max-patches",
             type=click.IntRange(min=4),
             default=4096,
             show_default=True,
-            help="Leave out default grids of the golden set with more patches.",
+            help="Leave out default calls of the golden set with more patches, over all frames and items.",
         ),
         click.option(
             "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where PyTorch runs."

@@ -9,24 +9,33 @@ from typing import TYPE_CHECKING
 import click
 
 from exporter.commands import options
-from exporter.errors import BadInput, Usage
+from exporter.errors import BadInput, NotValidated, Usage, ValidationFailed
 
 if TYPE_CHECKING:
+    from exporter.manifest import Manifest
     from exporter.validation.backends import Backend
     from exporter.validation.report import Report
     from exporter.validation.runner import Progress as Told
 
-BACKENDS = ("onnxruntime-cpu", "onnxruntime-cuda", "torch")
+BACKENDS = ("onnxruntime-cpu", "onnxruntime-cuda", "engine", "torch")
 
 
 @click.command("validate")
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--backend", type=click.Choice(BACKENDS), help="What runs it.  [default: onnxruntime-cpu for ONNX]")
-@click.option("--golden", type=click.Path(path_type=Path), help="Golden set for a bare .onnx file, or another one.")
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    help="What runs it.  [default: onnxruntime-cpu for ONNX, engine for engines]",
+)
+@click.option("--golden", type=click.Path(path_type=Path), help="Golden set for a bare file, or another one.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="For --backend torch.")
 @click.option("--source", help="For --backend torch: the checkpoint, if it is not where the manifest says.")
 @click.option("--case", "only", multiple=True, help="Run only this case; may be repeated. At best NOT VALIDATED.")
 @click.option("--factor", type=float, default=1.0, help="Multiply every limit. At best NOT VALIDATED.")
+@click.option("--flavor", help="For a bare .engine file: tensorrt or tensorrt_rtx.  [default: what is installed]")
+@click.option(
+    "--max-latency", type=float, metavar="MS", help="Engines: fail (6) if a case's 99th percentile is slower."
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder for report.json and junit.xml.")
 @options.JSON
 def command(
@@ -37,18 +46,23 @@ def command(
     source: str | None,
     only: tuple[str, ...],
     factor: float,
+    flavor: str | None,
+    max_latency: float | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
     """Run an artifact on its golden set and judge it.
 
-    ARTIFACT is a folder that this program wrote, or a bare .onnx file with --golden. Exit code 0 is PASS, 6 FAILED, 7
+    ARTIFACT is a folder that this program wrote, or a bare .onnx or .engine file with --golden. An engine runs in a
+    process of its own. Exit code 0 is PASS, 6 FAILED, 7
     NOT VALIDATED; nothing else is ever 0.
     """
     from exporter.progress import progress
 
     if factor <= 0 or factor != factor:  # noqa: PLR0124 - NaN
         raise Usage(f"--factor {factor}: expected a number above 0")
+    if max_latency is not None and not max_latency > 0:
+        raise Usage(f"--max-latency {max_latency}: expected milliseconds above 0")
     with progress() as tell:
 
         def told(name: str, number: int, total: int) -> None:
@@ -57,8 +71,8 @@ def command(
         if artifact.is_dir() and golden is None and backend != "torch":
             report = _folder(artifact, backend, only, factor, told)
         else:
-            report = _other(artifact, backend, golden, device, source, only, factor, told)
-    _finish(report, output, as_json)
+            report = _other(artifact, backend, golden, device, source, flavor, only, factor, told)
+    _finish(report, output, as_json, max_latency)
 
 
 def _folder(artifact: Path, backend: str | None, only: tuple[str, ...], factor: float, told: Told) -> Report:
@@ -69,8 +83,18 @@ def _folder(artifact: Path, backend: str | None, only: tuple[str, ...], factor: 
     check_files(artifact, manifest)
     if not any(name.startswith("golden/") for name in manifest.files):
         raise BadInput(f"{artifact} has no golden set; record one with kvit-export golden and pass --golden")
-    with _onnx_backend(artifact / manifest.artifact, backend) as runner:
+    with _folder_backend(artifact, manifest, backend) as runner:
         return judge_folder(artifact, runner, limit_scale=factor, only=only or None, progress=told)[1]
+
+
+def _folder_backend(artifact: Path, manifest: Manifest, backend: str | None) -> AbstractContextManager[Backend]:
+    if manifest.kind == "onnx":
+        return _onnx_backend(artifact / manifest.artifact, backend)
+    if backend not in (None, "engine"):
+        raise Usage(f"--backend {backend}: {artifact} holds an engine, which TensorRT alone runs")
+    from exporter.trt.backend import open_backend
+
+    return open_backend(artifact, manifest)
 
 
 def _other(
@@ -79,6 +103,7 @@ def _other(
     golden: Path | None,
     device: str,
     source: str | None,
+    flavor: str | None,
     only: tuple[str, ...],
     factor: float,
     told: Told,
@@ -88,9 +113,11 @@ def _other(
     from exporter.validation.golden import open_golden
     from exporter.validation.judging import judge_file
 
-    path, kind = artifact, "onnx"
+    manifest, path = None, artifact
+    kind = "engine" if artifact.suffix == ".engine" or backend == "engine" else "onnx"
     if artifact.is_dir():
         manifest = read_manifest(artifact)
+        kind = manifest.kind
         check_files(artifact, manifest)
         path, source = artifact / manifest.artifact, source or manifest.source.given
         golden = golden or artifact / GOLDEN_FOLDER
@@ -106,19 +133,30 @@ def _other(
         if source is None:
             raise Usage("--backend torch runs the live tower; pass its checkpoint with --source")
         kind, runner = "tower", TorchBackend(source, opened.header.dtype, device)
+    elif manifest is not None:
+        runner = _folder_backend(artifact, manifest, backend)
     else:
-        runner = _onnx_backend(path, backend)
+        runner = _bare_engine(path, flavor) if kind == "engine" else _onnx_backend(path, backend)
     with runner as ready:
         return judge_file(path, kind, ready, opened, limit_scale=factor, only=only or None, progress=told)
 
 
+def _bare_engine(path: Path, flavor: str | None) -> AbstractContextManager[Backend]:
+    """An engine of unknown origin; whether it holds Python plugins is unknown too, so their class is registered."""
+    from exporter.trt.backend import EngineBackend
+
+    return EngineBackend(path, flavor, v3_plugin=True)
+
+
 def _onnx_backend(path: Path, backend: str | None) -> AbstractContextManager[Backend]:
+    if backend == "engine":
+        raise Usage(f"--backend engine: {path} is an ONNX model; build an engine from it with kvit-export trt")
     from exporter.validation.backends import OrtBackend
 
     return OrtBackend(path, "cuda" if backend == "onnxruntime-cuda" else "cpu")
 
 
-def _finish(report: Report, output: Path | None, as_json: bool) -> None:
+def _finish(report: Report, output: Path | None, as_json: bool, max_latency: float | None) -> None:
     from rich.console import Console
 
     from exporter.records import to_text
@@ -134,3 +172,18 @@ def _finish(report: Report, output: Path | None, as_json: bool) -> None:
     error = error_for(report.judgement)
     if error is not None:
         raise error
+    if max_latency is not None:
+        _check_latency(report, max_latency)
+
+
+def _check_latency(report: Report, limit: float) -> None:
+    """Hold the times against what the user allows; they are no part of the verdict on the numbers."""
+    from exporter.validation.latency import slow_cases
+
+    timed = [(detail.name, detail.latency) for detail in report.details if detail.latency is not None]
+    if not timed:
+        raise NotValidated(f"--max-latency {limit:g}: this backend takes no times; validate an engine")
+    slow = slow_cases(timed, limit)
+    if slow:
+        more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
+        raise ValidationFailed(f"--max-latency: {slow[0]}{more}; the numbers themselves passed")

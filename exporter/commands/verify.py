@@ -23,9 +23,24 @@ def command(folder: Path, anywhere: bool, as_json: bool) -> None:
     """
     from exporter.validation.verify import verify
 
-    found = verify(folder, anywhere=anywhere)
+    gpu, runtime = (None, None) if anywhere else _here(folder)
+    found = verify(folder, gpu=gpu, runtime=runtime, anywhere=anywhere)
     if as_json:
         click.echo(json.dumps({"verdict": "PASS", **asdict(found)}))
         return
     place = f", bound to {found.bound_to}" if found.bound_to else ""
     click.echo(f"PASS: {folder / found.artifact} ({found.dtype}), {found.cases} cases by {found.backend}{place}.")
+
+
+def _here(folder: Path) -> tuple[str | None, tuple[str, str] | None]:
+    """The GPU and the TensorRT here; asked only where the verdict is on an engine, which depends on them."""
+    from exporter.manifest import read_manifest
+    from exporter.validation.gpu import cuda_capability
+
+    wanted = read_manifest(folder).runtime
+    if wanted is None:
+        return None, None
+    from exporter.trt.flavor import installed
+
+    found = installed(wanted.flavour)
+    return cuda_capability(), None if found is None else (found.name, found.version)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from exporter.errors import BadInput, MissingRequirement, one_line
 from exporter.validation.evidence import BackendInfo, DType
 from exporter.validation.external_data import check_external_data, read_model
+from exporter.validation.gpu import cuda_capability
 
 if TYPE_CHECKING:
     import onnx
@@ -137,6 +138,7 @@ class OrtBackend:
         self._path = path
         self._emulated = provider == "cpu" and self.dtype != "float32"
         self._errors = _onnxruntime_errors()
+        self._weights: list[onnxruntime.OrtValue] = []
         providers = _providers(provider, ort.get_available_providers())
         options = ort.SessionOptions()
         options.log_severity_level = 4  # its own lines on stderr would break the one-line rule
@@ -151,13 +153,20 @@ class OrtBackend:
         self._info = self._read_info(ort.__version__, provider)
 
     def _emulate(self, options: onnxruntime.SessionOptions, ort: Any) -> bytes:  # noqa: ANN401  # a module
-        from exporter.ort_emulation import emulated_model_bytes
+        from exporter.ort_emulation import emulated_model
 
         folder = str(self._path.resolve().parent)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         # an optimiser may drop a pair of casts, and with it a rounding that the artifact has
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        return emulated_model_bytes(self._path)
+        # packed weights would be a second fp32 copy beside the one below; a memory pattern is kept for every grid
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        options.enable_mem_pattern = False
+        model = emulated_model(self._path)
+        # the session points to these and owns none of them
+        self._weights = [ort.OrtValue.ortvalue_from_numpy(weight.read()) for weight in model.weights]
+        options.add_external_initializers([weight.name for weight in model.weights], self._weights)
+        return model.content
 
     def _read_info(self, version: str, provider: str) -> BackendInfo:
         actual = tuple(self._live_session().get_providers())
@@ -206,6 +215,7 @@ class OrtBackend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._session = None
+        self._weights = []
 
 
 def _providers(provider: str, available: list[str]) -> list[str | tuple[str, dict[str, str]]]:
@@ -248,27 +258,3 @@ def _from_ort(value: onnxruntime.OrtValue) -> NDArray[np.float32]:
     ctypes.memmove(bits.ctypes.data, value.data_ptr(), bits.nbytes)
     values: NDArray[np.float32] = bits.view(ml_dtypes.bfloat16).astype(np.float32)
     return values
-
-
-def cuda_capability(device: int = 0) -> str | None:
-    """Ask the CUDA driver for a GPU's compute capability, without any package.
-
-    Args:
-        device: ordinal among the visible GPUs.
-
-    Returns:
-        Such as ``9.0``; None where there is no driver or no such GPU.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    handle, number = ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), device) != 0:
-        return None
-    parts = []
-    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
-        if driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, handle) != 0:
-            return None
-        parts.append(number.value)
-    return f"{parts[0]}.{parts[1]}"

@@ -75,7 +75,8 @@ def judge_file(
     progress: Progress | None = None,
 ) -> Report:
     """Judge a bare file by its numbers; the report says that its origin is unknown."""
-    comparison = compare(backend, golden, limit_scale=limit_scale, only=only, progress=progress)
+    profiles = getattr(backend, "profiles", ())  # an engine tells its own; nothing else has any
+    comparison = compare(backend, golden, profiles=profiles, limit_scale=limit_scale, only=only, progress=progress)
     sha256 = sha256_file(path) if path.is_file() else None
     artifact = ArtifactInfo(path.name, kind, sha256, "unknown")  # type: ignore[arg-type]
     return make_report(comparison, judge(comparison.evidence), artifact, golden_info(golden))

@@ -3,193 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from torch import Tensor
 
-from exporter.errors import MissingRequirement, Usage
-from exporter.validation.backends import cuda_capability
-from exporter.validation.evidence import BackendInfo, DType, Grids
-from exporter.validation.golden_format import PATCH_VALUES, GoldenSettings
+from exporter.errors import MissingRequirement
+from exporter.validation.evidence import BackendInfo
+from exporter.validation.golden_cases import (
+    GoldenOptions,
+    PlannedCase,
+    case_pixels,
+    default_photo,
+    plan_cases,
+    preprocess_rule,
+)
+from exporter.validation.golden_format import GoldenSettings
 from exporter.validation.golden_writer import GoldenOrigin, GoldenWriter, write_golden
+from exporter.validation.gpu import cuda_capability
+from exporter.validation.wide_linear import WideLinear
 from exporter.validation.wrong_models import WrongModel, wrong_models_for
-from model.config import MAX_SIDE, PATCH_SIZE, VisionConfig
-from model.graph import GraphForm, GraphTower
-from model.preprocess import load_image, preprocess
-from model.preprocess_rule import RULES, PreprocessRule, load_rule
+from model.graph import GraphForm, GraphTower, Prepared
 from model.tower import KimiVision, build_tower
 from model.weights import VisionWeights
 
+__all__ = [
+    "GoldenOptions", "WrongRuns", "check_options", "default_photo", "describe_torch", "exact_arithmetic",
+    "preprocess_rule", "record_golden", "run_live", "run_wrong",
+]  # fmt: skip
+
 Pixels = NDArray[np.float32]
 Progress = Callable[[str, int, int], None]
-
-# Extreme ratios, growing and shrinking, the table's own size (64x64), a photo's 36x46, and the smallest.
-DEFAULT_GRIDS = ((2, 2), (6, 512), (512, 6), (36, 46), (46, 36), (64, 64), (16, 16))
-# Directions need 300 patches, where an honest error is nearly orthogonal to every one; more would only cost time.
-DIRECTION_GRIDS = ((16, 20), (20, 16))
-CLIP_FRAMES, CLIP_GRID = 4, (10, 12)
-SEVERAL: tuple[Grids, ...] = (((4, 6), (16, 18), (2, 2)), ((16, 4), (2, 6)))
-
-
-@dataclass(frozen=True)
-class GoldenOptions:
-    """What to record.
-
-    Attributes:
-        dtype: of the artifacts that the set shall judge.
-        packing: ``packed`` adds calls of several items.
-        images: photos to record at their own grids, beside the default grids.
-        sizes: further grids (h, w) in patches.
-        max_patches: leave out default grids with more patches than this.
-        device: ``cpu`` or ``cuda``.
-        seed: of the noise.
-    """
-
-    dtype: DType
-    packing: Literal["single", "packed"] = "single"
-    images: tuple[Path, ...] = ()
-    sizes: tuple[tuple[int, int], ...] = ()
-    max_patches: int = 4096
-    device: str = "cpu"
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class PlannedCase:
-    """One case before its pixels are made.
-
-    Attributes:
-        name: in the golden set.
-        kind: photo or noise.
-        frames: frames that the items share.
-        grids: (h, w) of each item.
-        image: photo; for a photo case.
-        own_grid: the photo goes through the family's preprocessing instead of being fitted to the grid.
-    """
-
-    name: str
-    kind: Literal["photo", "noise"]
-    frames: int
-    grids: Grids
-    image: Path | None = None
-    own_grid: bool = False
-
-    @property
-    def patches(self) -> int:
-        """Patches of one frame."""
-        return sum(h * w for h, w in self.grids)
-
-    @property
-    def keeps_directions(self) -> bool:
-        """Whether wrong models are recorded for this case."""
-        return (self.kind == "noise" and self.grids in [(grid,) for grid in DIRECTION_GRIDS]) or (
-            self.kind == "noise" and (self.frames > 1 or self.grids == SEVERAL[0])
-        )
-
-
-def default_photo() -> Path:
-    """Return a real photo that a dependency ships (matplotlib's portrait of Grace Hopper, 512x600, public domain).
-
-    Raises:
-        MissingRequirement: matplotlib is not installed.
-    """
-    try:
-        from matplotlib import cbook
-    except ImportError as error:
-        raise MissingRequirement("no photo at hand: install kvit-export[cpu] or [gpu], or give --image FILE") from error
-    return Path(str(cbook.get_sample_data("grace_hopper.jpg", asfileobj=False)))
-
-
-def preprocess_rule(weights: VisionWeights) -> PreprocessRule:
-    """Return the checkpoint's own preprocessing rule, or its family's where it has none."""
-    folder, family = Path(weights.source), weights.config.family
-    return load_rule(folder, family) if folder.is_dir() else RULES[family]
-
-
-def plan_cases(config: VisionConfig, options: GoldenOptions, rule: PreprocessRule) -> list[PlannedCase]:
-    """List the cases of a golden set: every grid with a photo and with noise.
-
-    Raises:
-        Usage: a size that is asked for is odd or out of range, or nothing would be left.
-        ImageError: a photo cannot be read.
-    """
-    photo = options.images[0] if options.images else default_photo()
-    calls: list[tuple[str, int, Grids]] = []
-    usual = [(h, w) for h, w in (*DEFAULT_GRIDS, *DIRECTION_GRIDS) if h * w <= options.max_patches]
-    calls += [(f"{h}x{w}", 1, ((h, w),)) for h, w in usual]
-    for h, w in options.sizes:
-        if not all(2 <= side <= MAX_SIDE and side % 2 == 0 for side in (h, w)):
-            raise Usage(f"--golden-sizes {h}x{w}: sides must be even, 2 to {MAX_SIDE} patches")
-        calls.append((f"{h}x{w}", 1, ((h, w),)))
-    if config.max_frames >= CLIP_FRAMES and math.prod(CLIP_GRID) <= options.max_patches:
-        calls.append((f"clip{CLIP_FRAMES}-{CLIP_GRID[0]}x{CLIP_GRID[1]}", CLIP_FRAMES, (CLIP_GRID,)))
-    if options.packing == "packed":
-        for grids in SEVERAL:
-            if sum(h * w for h, w in grids) <= options.max_patches:
-                calls.append((f"items{len(grids)}-{grids[0][0]}x{grids[0][1]}", 1, grids))
-    cases = _photo_cases(options, rule)
-    for name, frames, grids in dict.fromkeys(calls):
-        cases.append(PlannedCase(f"{name}-photo", "photo", frames, grids, photo))
-        cases.append(PlannedCase(f"{name}-noise", "noise", frames, grids))
-    return cases
-
-
-def _photo_cases(options: GoldenOptions, rule: PreprocessRule) -> list[PlannedCase]:
-    """Each photo of the user at the grid that the family's own rule gives it, with noise of the same grid beside it."""
-    cases = []
-    for index, path in enumerate(options.images):
-        _, (_, h, w) = preprocess(path, rule)
-        name = f"image{index}-{h}x{w}"
-        grids = ((int(h), int(w)),)
-        cases.append(PlannedCase(f"{name}-photo", "photo", 1, grids, path, own_grid=True))
-        cases.append(PlannedCase(f"{name}-noise", "noise", 1, grids))
-    return cases
-
-
-def case_pixels(case: PlannedCase, options: GoldenOptions, rule: PreprocessRule) -> Pixels:
-    """Make the pixels of a case, rounded to the artifact's dtype.
-
-    Returns:
-        [frames, patches, 588] fp32.
-    """
-    if case.own_grid and case.image is not None:
-        values = preprocess(case.image, rule)[0].reshape(1, case.patches, -1)
-    elif case.image is not None:
-        values = _fitted_photo(case, load_image(case.image))
-    else:
-        digest = hashlib.sha256(f"{options.seed} {case.name}".encode()).digest()
-        noise = np.random.Generator(np.random.Philox(int.from_bytes(digest[:16], "little")))
-        values = noise.random((case.frames, case.patches, PATCH_VALUES), dtype=np.float32) * 2 - 1
-    rounded: Pixels = torch.from_numpy(values).to(getattr(torch, options.dtype)).to(torch.float32).numpy()
-    return rounded
-
-
-def _fitted_photo(case: PlannedCase, photo: Image.Image) -> Pixels:
-    """Fit a photo to the grid of each item; later frames and items see it moved, so that no two are alike."""
-    frames = []
-    for frame in range(case.frames):
-        items = []
-        for index, (h, w) in enumerate(case.grids):
-            left, top = (frame + 2 * index) * photo.width // 24, (frame + index) * photo.height // 24
-            box = (left, top, left + photo.width * 3 // 4, top + photo.height * 3 // 4)
-            size = (w * PATCH_SIZE, h * PATCH_SIZE)
-            fitted = photo.resize(size, Image.Resampling.BICUBIC, box if case.frames + len(case.grids) > 2 else None)
-            pixels = np.asarray(fitted, dtype=np.float32) / np.float32(127.5) - np.float32(1)
-            cut = pixels.reshape(h, PATCH_SIZE, w, PATCH_SIZE, 3).transpose(0, 2, 4, 1, 3)
-            items.append(cut.reshape(h * w, -1))
-        frames.append(np.concatenate(items))
-    return np.stack(frames)
-
-
-# ------------------------------------------------------------------------------------------------- running the tower
 
 
 @contextlib.contextmanager
@@ -241,15 +91,50 @@ def run_live(tower: KimiVision, pixels: Pixels, grids: Sequence[tuple[int, int]]
     return rows
 
 
-@torch.inference_mode()
+class WrongRuns:
+    """Runs wrong models on one call in the exported form, where the mistakes are made.
+
+    Mistakes that are made behind the blocks share one run of them.
+    """
+
+    def __init__(self, tower: KimiVision, pixels: Pixels, grids: Sequence[tuple[int, int]]) -> None:
+        """Take the right tower and a call; shapes as in :func:`run_live`."""
+        self._tower = tower
+        self._form = GraphForm("plain", "plain", "packed" if len(grids) > 1 else "single")
+        self._values = torch.from_numpy(pixels).to(device=tower.device, dtype=tower.dtype)
+        self._grids = torch.tensor(grids, device=tower.device)
+        self._behind_blocks: tuple[Tensor, Prepared] | None = None
+
+    @torch.inference_mode()
+    def run(self, wrong: WrongModel) -> Pixels:
+        """Run one wrong model: [patches/4, text_hidden_size] fp32."""
+        with wrong.substituted():
+            graph = GraphTower(wrong.tower(self._tower), self._form)
+            found = self._behind_blocks if _is_behind_blocks(wrong) else None
+            if found is None:
+                found = self._run_blocks(graph)
+            if _is_behind_blocks(wrong):
+                self._behind_blocks = found
+            x, prepared = found
+            rows: Pixels = graph.after_blocks(x, self._values, prepared).to(torch.float32).cpu().numpy()
+        return rows
+
+    def _run_blocks(self, graph: GraphTower) -> tuple[Tensor, Prepared]:
+        x, prepared = graph.before_blocks(self._values, self._grids)
+        for block in graph.tower.vision_tower.encoder.blocks:
+            x = block(x, prepared.rotate, prepared.attend)
+        return x, prepared
+
+
+def _is_behind_blocks(wrong: WrongModel) -> bool:
+    """Whether all that a wrong model changes is a function that only the part behind the blocks calls."""
+    changes_more = wrong.config is not WrongModel.config or wrong.tensor is not WrongModel.tensor
+    return not changes_more and wrong.function.startswith(("model.tower.final_norm", "model.projector."))
+
+
 def run_wrong(tower: KimiVision, wrong: WrongModel, pixels: Pixels, grids: Sequence[tuple[int, int]]) -> Pixels:
-    """Run a wrong model in the exported form, where the mistakes are made; shapes as in :func:`run_live`."""
-    form = GraphForm("plain", "plain", "packed" if len(grids) > 1 else "single")
-    values = torch.from_numpy(pixels).to(device=tower.device, dtype=tower.dtype)
-    with wrong.substituted():
-        graph = GraphTower(wrong.tower(tower), form)
-        rows: Pixels = graph(values, torch.tensor(grids, device=tower.device)).to(torch.float32).cpu().numpy()
-    return rows
+    """Run one wrong model on one call; see :class:`WrongRuns`."""
+    return WrongRuns(tower, pixels, grids).run(wrong)
 
 
 def check_options(weights: VisionWeights, options: GoldenOptions) -> None:
@@ -265,8 +150,11 @@ def record_golden(
     *,
     force: bool = False,
     progress: Progress | None = None,
+    seconds: dict[str, float] | None = None,
 ) -> int:
     """Record a golden set.
+
+    On a CPU, PyTorch's own error in bf16 and fp16 is measured with :class:`WideLinear`, and the set says so.
 
     Args:
         weights: an opened source.
@@ -274,6 +162,7 @@ def record_golden(
         folder: appears whole.
         force: replace an existing golden set.
         progress: called before each case.
+        seconds: takes the time of each part of the recording.
 
     Returns:
         Number of cases.
@@ -282,9 +171,11 @@ def record_golden(
         Usage, ImageError, MissingRequirement: see :func:`plan_cases` and :func:`describe_torch`.
         BadInput: an output is not finite.
     """
-    config, device = weights.config, options.device
+    config, device, seconds = weights.config, options.device, {} if seconds is None else seconds
     rule = preprocess_rule(weights)
     cases = plan_cases(config, options, rule)
+    widened = device == "cpu" and options.dtype != "float32"
+    how = {"packing": options.packing, "linear": "widened" if widened else "native"}
     origin = GoldenOrigin(
         family=config.family,
         dtype=options.dtype,
@@ -292,36 +183,74 @@ def record_golden(
         weights_sha256=weights.sha256(),
         config_sha256=config.sha256,
         recorded_by=describe_torch(device),
-        settings=GoldenSettings(False, torch.get_num_threads(), options.seed, {"packing": options.packing}),
+        settings=GoldenSettings(False, torch.get_num_threads(), options.seed, how),
     )
     with exact_arithmetic(), write_golden(folder, origin, force) as writer:
-        reference = build_tower(weights, dtype=torch.float32, device=device)
-        native = None
-        if options.dtype != "float32":
-            native = build_tower(weights, dtype=getattr(torch, options.dtype), device=device)
+        with _timed(seconds, "towers"):
+            reference = build_tower(weights, dtype=torch.float32, device=device)
+            native = None
+            if options.dtype != "float32":
+                native = build_tower(weights, dtype=getattr(torch, options.dtype), device=device)
+        recorder = _Recorder(writer, reference, native, WideLinear() if widened else contextlib.nullcontext(), seconds)
         for number, case in enumerate(cases, 1):
             if progress is not None:
                 progress(case.name, number, len(cases))
-            _record_case(writer, case, case_pixels(case, options, rule), reference, native)
+            with _timed(seconds, "inputs"):
+                pixels = case_pixels(case, options, rule)
+            recorder.record(case, pixels)
     return len(cases)
 
 
-def _record_case(
-    writer: GoldenWriter, case: PlannedCase, pixels: Pixels, reference: KimiVision, native: KimiVision | None
-) -> None:
-    def wrong_outputs() -> Iterator[tuple[str, NDArray[Any]]]:
-        for wrong in wrong_models_for(reference.config, frames=case.frames, items=len(case.grids)):
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Add the time of the block to that of a part."""
+    start = time.perf_counter()
+    yield
+    seconds[part] = round(seconds.get(part, 0.0) + time.perf_counter() - start, 3)
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    """Runs the towers on one case after another.
+
+    Attributes:
+        writer: takes the cases.
+        reference: the tower in fp32.
+        native: the tower in the artifact's dtype; None for fp32.
+        arithmetic: how the latter computes.
+        seconds: takes the times.
+    """
+
+    writer: GoldenWriter
+    reference: KimiVision
+    native: KimiVision | None
+    arithmetic: contextlib.AbstractContextManager[object]
+    seconds: dict[str, float]
+
+    def record(self, case: PlannedCase, pixels: Pixels) -> None:
+        with _timed(self.seconds, "fp32 reference"):
+            reference = run_live(self.reference, pixels, case.grids)
+        native = None
+        if self.native is not None:
+            with _timed(self.seconds, "native dtype"), self.arithmetic:
+                native = run_live(self.native, pixels, case.grids)
+        with _timed(self.seconds, "writing and wrong models"):
+            self.writer.add(
+                case.name,
+                case.kind,
+                grid_hws=case.grids,
+                pixel_values=pixels,
+                reference=reference,
+                native=native,
+                wrong_outputs=self._wrong_outputs(case, pixels) if case.keeps_directions else (),
+            )
+
+    def _wrong_outputs(self, case: PlannedCase, pixels: Pixels) -> Iterator[tuple[str, NDArray[Any]]]:
+        runs = WrongRuns(self.reference, pixels, case.grids)
+        for wrong in wrong_models_for(self.reference.config, frames=case.frames, items=len(case.grids)):
             # what an image shows is recorded on images; other calls add only what needs them
             if wrong.needs == "any" and (case.frames > 1 or len(case.grids) > 1):
                 continue
-            yield wrong.name, run_wrong(reference, wrong, pixels, case.grids)
-
-    writer.add(
-        case.name,
-        case.kind,
-        grid_hws=case.grids,
-        pixel_values=pixels,
-        reference=run_live(reference, pixels, case.grids),
-        native=None if native is None else run_live(native, pixels, case.grids),
-        wrong_outputs=wrong_outputs() if case.keeps_directions else (),
-    )
+            with _timed(self.seconds, "wrong models"):
+                output = runs.run(wrong)
+            yield wrong.name, output

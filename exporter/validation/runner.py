@@ -15,6 +15,7 @@ from exporter.validation.backends import Backend, CaseSkippedError, RunCrashedEr
 from exporter.validation.evidence import CaseEvidence, DirectionScore, Evidence, Measured, Profile, Sensitivity
 from exporter.validation.golden import GoldenSet
 from exporter.validation.golden_format import GoldenCase
+from exporter.validation.latency import Latency, MeasuresLatency
 from exporter.validation.metrics import TokenDetails
 
 Progress = Callable[[str, int, int], None]  # name of the case, its number from 1, number of cases
@@ -29,12 +30,14 @@ class CaseDetails:
         seconds: that the backend took, with copies.
         tokens: distribution of the tokens' errors.
         floor_histogram: the same distribution for PyTorch in the artifact's dtype.
+        latency: times of the call by part; None where the backend takes none.
     """
 
     name: str
     seconds: float
     tokens: TokenDetails
     floor_histogram: tuple[int, ...]
+    latency: Latency | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ class _Run:
         )
         floor_histogram = metrics.histogram(self.golden.floor_tokens(case))
         self._record(case, "compared", "", found.measured, scores)
-        self.details[case.name] = CaseDetails(case.name, seconds, found.tokens, floor_histogram)
+        latency = self.backend.latency() if isinstance(self.backend, MeasuresLatency) else None
+        self.details[case.name] = CaseDetails(case.name, seconds, found.tokens, floor_histogram, latency)
 
     def _record(
         self,

@@ -62,7 +62,15 @@ class CompiledRope:
     hidden_parameters: int
 
 
-def compile_ptx(dtype: str, head_dim: int, target: str, *, heads: int, config: LaunchConfig = LAUNCH) -> CompiledRope:
+def compile_ptx(
+    dtype: str,
+    head_dim: int,
+    target: str,
+    *,
+    heads: int,
+    config: LaunchConfig = LAUNCH,
+    ptx_version: tuple[int, int] | None = None,
+) -> CompiledRope:
     """Compile the kernel for one dtype, head size and architecture.
 
     Args:
@@ -71,6 +79,7 @@ def compile_ptx(dtype: str, head_dim: int, target: str, *, heads: int, config: L
         target: ``sm_NN`` or ``gfxNNN``.
         heads: attention heads.
         config: launch sizes.
+        ptx_version: PTX language to write, which a driver must know; None for Triton's own choice, its newest.
 
     Raises:
         ValueError: another dtype, head size or target.
@@ -83,7 +92,10 @@ def compile_ptx(dtype: str, head_dim: int, target: str, *, heads: int, config: L
     gpu = _gpu_target(target)
     name, itemsize = ELEMENT_TYPES[dtype]
     constants = _constants(head_dim, heads, itemsize, config)
-    kernel = _compile(name, constants, gpu, max(1, config.threads // gpu.warp_size))
+    options = {"num_warps": max(1, config.threads // gpu.warp_size)}
+    if ptx_version is not None:
+        options["ptx_version"] = 10 * ptx_version[0] + ptx_version[1]
+    kernel = _compile(name, constants, gpu, options)
     return _describe(kernel, dtype, constants)
 
 
@@ -120,7 +132,7 @@ def _signature(element: str, constants: dict[str, Any]) -> dict[str, str]:
     return {name: types[name] for name in fused_qk_rope_kernel.arg_names}
 
 
-def _compile(element: str, constants: dict[str, Any], gpu: Any, num_warps: int) -> Any:  # noqa: ANN401
+def _compile(element: str, constants: dict[str, Any], gpu: Any, options: dict[str, int]) -> Any:  # noqa: ANN401
     import triton
     from triton.compiler import ASTSource
 
@@ -138,7 +150,7 @@ def _compile(element: str, constants: dict[str, Any], gpu: Any, num_warps: int) 
         attrs={(index,): [["tt.divisibility", VECTOR_BYTES]] for index in pointers},
     )
     with _without_line_info():
-        return triton.compile(source, target=gpu, options={"num_warps": num_warps, **COMPILE_OPTIONS})
+        return triton.compile(source, target=gpu, options={**options, **COMPILE_OPTIONS})
 
 
 @contextlib.contextmanager

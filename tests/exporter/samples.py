@@ -221,6 +221,7 @@ def manifest_of(folder: Path, kind: str, validation: Validation | None = None, *
         warnings=("a warning",),
         seconds={"export": 1.5},
         peak_memory_bytes=1 << 30,
+        layers={"MATRIX_MULTIPLY HALF": 15} if engine else {},
         files=record_files(folder),
         validation=validation,
     )

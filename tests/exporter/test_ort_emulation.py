@@ -9,8 +9,9 @@ import onnx
 import pytest
 import torch
 
+from exporter import ort_emulation
 from exporter.errors import BadInput
-from exporter.ort_emulation import emulated_model_bytes
+from exporter.ort_emulation import emulated_model
 from exporter.validation.backends import OrtBackend
 
 # Shapes and names of the towers, so that the backend accepts it; three computing nodes and two that move data.
@@ -51,7 +52,7 @@ def test_elementwise_operators_are_bit_equal_to_pytorch(name: str, dtype: torch.
 
 
 def test_data_movers_get_no_cast_and_weights_stay_outside(tmp_path) -> None:
-    model = onnx.load_from_string(emulated_model_bytes(model_file(tmp_path, "bfloat16")))
+    model = onnx.load_from_string(emulated_model(model_file(tmp_path, "bfloat16")).content)
     kinds = [node.op_type for node in model.graph.node]
     assert kinds.count("Transpose") == 2
     assert kinds.count("Reshape") == 1
@@ -63,10 +64,50 @@ def test_a_function_is_inlined_and_its_domain_dropped(tmp_path) -> None:
     import towers
 
     path = towers.export_to(tmp_path, "tiny", towers.options_of("bf16"))
-    model = onnx.load_from_string(emulated_model_bytes(path))
+    model = onnx.load_from_string(emulated_model(path).content)
     assert {entry.domain for entry in model.opset_import} == {""}
     assert not model.functions
     assert "FusedQKRope" not in {node.op_type for node in model.graph.node}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_weights_are_cast_once_and_nothing_computed_changes(dtype: str, tmp_path, monkeypatch) -> None:
+    """Bit for bit what casts of the weights within the graph give: fp32 holds every bf16 and fp16 number."""
+    import towers
+
+    path, grids = towers.export_to(tmp_path, "tiny", towers.options_of(dtype)), [(4, 6), (6, 2)]
+    calls = [towers.noise(frames, grids, dtype) for frames in (1, 2)]
+
+    def run_twice() -> list[np.ndarray]:
+        with OrtBackend(path, threads=1) as backend:
+            return [backend.run(pixels, np.array(grids)) for pixels in (*calls, *calls)]
+
+    once = run_twice()
+    model = onnx.load_from_string(emulated_model(path).content)
+    stored = onnx.load(path, load_external_data=False).graph.initializer
+    weights = {tensor.name for tensor in stored if tensor.data_location == onnx.TensorProto.EXTERNAL}
+    assert not [node.name for node in model.graph.node if node.op_type == "Cast" and node.input[0] in weights]
+    monkeypatch.setattr(ort_emulation, "_wide_weight", lambda *_: None)
+    model = onnx.load_from_string(emulated_model(path).content)
+    assert [node.name for node in model.graph.node if node.op_type == "Cast" and node.input[0] in weights]
+    for found, expected in zip(once, run_twice(), strict=True):
+        assert np.array_equal(found, expected)
+
+
+def test_the_fp32_weights_are_those_of_the_file_and_live_as_long_as_the_session(tmp_path) -> None:
+    import towers
+
+    path = towers.export_to(tmp_path, "tiny", towers.options_of("bf16"))
+    given = {weight.name.removesuffix("/fp32"): weight.read() for weight in emulated_model(path).weights}
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+    assert "vision_tower.encoder.blocks.1.mlp.fc0.weight" in given
+    for name, values in given.items():
+        assert values.dtype == np.float32 and np.array_equal(values, stored[name].astype(np.float32)), name
+    backend = OrtBackend(path, threads=1)
+    assert len(backend._weights) == len(given)
+    with backend:
+        pass
+    assert not backend._weights
 
 
 @pytest.mark.parametrize("content", [b"", b"no model at all", b"\x08\x0a"])

@@ -58,7 +58,7 @@ def golden_sets(tmp_path_factory):
 
     @cache
     def record(preset: str, dtype: str) -> GoldenSet:
-        options = GoldenOptions(FULL_NAME[dtype], "packed", max_patches=320)
+        options = GoldenOptions(FULL_NAME[dtype], "packed", max_patches=480)
         record_golden(towers.weights_of(preset), options, folder / f"{preset}-{dtype}")
         return open_golden(folder / f"{preset}-{dtype}", check_hash=False)
 

@@ -24,9 +24,12 @@ from tests.model.samples import UNIT_SCALE, largest_error, run, tower_of, weight
 
 GRIDS = [(2, 2), (6, 512), (512, 6), (36, 46), (64, 64), (46, 36), (2, 512), (100, 100), (46, 46), (8, 64)]
 ONE_SIDED = [(1, 46), (46, 1), (1, 1)]
-# source coordinates of up to 64 carry half an ulp of 3.8e-6 in fp32, two or three of them; times a slope of the kernel
-# below 1.5 and values up to 4.5
-RESAMPLED = 3e-5
+# Source coordinates of up to 64 carry half an ulp of 3.8e-6 in fp32, two or three of them, on each axis; times a slope
+# of the kernel below 1.5 and values up to 4.5. PyTorch's own CPU kernel is off float64 by 2.1e-5 on this very table;
+# another may contract a * b + c or keep the scale in fp64.
+RESAMPLED = 1e-4
+# The same errors in the weights (eager fp32 on a CPU is off float64 by 3e-6), and atomic additions in any order.
+GRADIENT = 3e-5
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +75,7 @@ def test_no_grid_compiles_after_the_first_and_all_equal_eager(mode, requires_gra
             weights = torch.randn(ours.shape, device="cuda")
             (mine,) = torch.autograd.grad((ours * weights).sum(), table)
             (wanted,) = torch.autograd.grad((eager * weights).sum(), table)
-            # sums of atomic additions, whose order changes
-            assert (mine - wanted).norm() <= 1e-5 * wanted.norm()
+            assert (mine - wanted).norm() <= GRADIENT * wanted.norm()
     assert compilations() == before + 1
     assert len(platform._READY) == 1
 

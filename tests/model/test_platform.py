@@ -6,10 +6,11 @@ torch.compile runs here with a backend that counts and compiles nothing; tests/g
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -312,3 +313,53 @@ def test_a_failing_compiler_is_said_once_or_is_an_error_where_it_was_asked_for(m
         assert torch.equal(get_rope_shape(table, "bilinear", (4, 6)), eager)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         get_rope_shape(table, "bilinear", (4, 6), compile=True)
+
+
+# ----------------------------------------------------------------------------------------------- the table's own size
+
+
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_tables_own_size_is_a_copy_and_equals_interpolate_bit_for_bit(
+    mode: str, dtype: torch.dtype, counter: CompileCounter
+):
+    table = table_of(16, 12).to(dtype)
+    before = table.clone()
+    ours = get_rope_shape(table, mode, (16, 12), compile=True)
+    planes = before.float().permute(2, 0, 1).unsqueeze(0)
+    theirs = torch.nn.functional.interpolate(planes, size=(16, 12), mode=mode, align_corners=False)
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, theirs.squeeze(0).permute(1, 2, 0).flatten(0, 1))
+    assert counter.frame_count == 0
+    ours.zero_()
+    assert torch.equal(table, before), "a caller may overwrite what it gets"
+    turned = get_rope_shape(table, mode, (12, 16))
+    assert not torch.equal(turned, before.float().flatten(0, 1))
+
+
+def test_the_tables_own_size_has_its_gradient():
+    table = table_of().requires_grad_()
+    weights = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+    (gradient,) = torch.autograd.grad((get_rope_shape(table, "bicubic", (8, 8)) * weights).sum(), table)
+    assert torch.equal(gradient, weights.reshape(8, 8, 3))
+
+
+# ------------------------------------------------------------------------------------------------ exporting beside XLA
+
+
+@pytest.mark.slow
+def test_the_exported_graph_does_not_depend_on_xla_being_loaded(monkeypatch: pytest.MonkeyPatch):
+    """tests/xla has the real one, with PyTorch 2.9; this is this PyTorch with a module that only has the name."""
+    pytest.importorskip("onnxscript")
+    from exporter.onnx_trace import OnnxOptions, trace_one_block
+    from model.config import PRESETS
+
+    def decided(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an export has no device to decide by")
+
+    plain = trace_one_block(PRESETS["tiny"], OnnxOptions()).proto
+    monkeypatch.setitem(sys.modules, "torch_xla", ModuleType("torch_xla"))
+    monkeypatch.setattr(platform, "plan_rope_shape", decided)
+    monkeypatch.setattr(platform, "compiled_rope_shape", decided)
+    with torch.device("meta"):  # as a default device of another kind
+        assert trace_one_block(PRESETS["tiny"], OnnxOptions()).proto == plain

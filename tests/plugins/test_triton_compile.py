@@ -163,3 +163,11 @@ def test_says_so_where_the_interpreter_makes_compilation_impossible():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert "TRITON_INTERPRET is set" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])
+def test_an_older_ptx_language_can_be_asked_for(target):
+    """A driver refuses PTX that is newer than itself, and the compiler's own choice is its newest."""
+    kernel = compile_ptx("bfloat16", 72, target, heads=16, ptx_version=(8, 0))
+    assert kernel.ptx_version == (8, 0)
+    assert re.search(r"^\.version 8\.0$", kernel.text, re.MULTILINE)

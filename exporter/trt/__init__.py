@@ -1,0 +1,1 @@
+"""Engines: built with TensorRT or TensorRT-RTX, and run."""

@@ -1,0 +1,29 @@
+"""Which GPU is here, asked of the CUDA driver itself; imports nothing."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+def cuda_capability(device: int = 0) -> str | None:
+    """Ask the CUDA driver for a GPU's compute capability, without any package.
+
+    Args:
+        device: ordinal among the visible GPUs.
+
+    Returns:
+        Such as ``9.0``; None where there is no driver or no such GPU.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    handle, number = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), device) != 0:
+        return None
+    parts = []
+    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        if driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, handle) != 0:
+            return None
+        parts.append(number.value)
+    return f"{parts[0]}.{parts[1]}"
