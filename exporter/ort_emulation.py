@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import onnx
     from numpy.typing import NDArray
 
-# These copy elements, or change their type, which ONNX Runtime does in every dtype.
+# These copy elements, or change their type, which ONNX Runtime does in every dtype; Expand too, but not of bf16.
 _MOVES_DATA = frozenset({
-    "Cast", "Concat", "Constant", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Shape", "Slice", "Split",
+    "Cast", "Concat", "Constant", "Flatten", "Gather", "Identity", "Reshape", "Shape", "Slice", "Split",
     "Squeeze", "Transpose", "Unsqueeze",
 })  # fmt: skip
 

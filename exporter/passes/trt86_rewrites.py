@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exporter.errors import BuildFailed
+from exporter.validation.backends import INPUTS
 
 if TYPE_CHECKING:
     import onnx
 
-FLOAT, _INT64 = 1, 7  # onnx.TensorProto.DataType
+FLOAT, _INT64, _FLOAT16 = 1, 7, 10  # onnx.TensorProto.DataType
+_FRAMES, _PATCHES, _TOKENS = "frames", "patches", "tokens"  # the symbolic axes of pixel_values, and their product
 
 
 def rewrite(graph: onnx.GraphProto) -> None:
@@ -51,6 +53,14 @@ class Rewriting:
             for v in typed
             if v.type.tensor_type.HasField("shape")
         }
+        self.symbols = {
+            v.name: [
+                dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in v.type.tensor_type.shape.dim
+            ]
+            for v in typed
+            if v.type.tensor_type.HasField("shape")
+        }
+        self.sizes: dict[str, str] = {}
         self.constants = {tensor.name: tensor for tensor in graph.initializer}
         self.nodes: list[onnx.NodeProto] = []
         self.made: dict[tuple[str, tuple[int, ...], bytes], str] = {}
@@ -114,6 +124,18 @@ class Rewriting:
         if tensor is None or tensor.data_location == onnx.TensorProto.EXTERNAL or math.prod(tensor.dims) != 1:
             return None
         return float(onnx.numpy_helper.to_array(tensor).reshape(-1)[0])
+
+    def size(self, symbol: str) -> str:
+        """Return the name of a vector of one element: how many frames, patches, or tokens there are."""
+        if symbol not in self.sizes:
+            if symbol == _TOKENS:
+                made = self.add("Mul", [self.size(_FRAMES), self.size(_PATCHES)])
+            else:
+                axis = (_FRAMES, _PATCHES).index(symbol)
+                bounds = [self.constant([bound], np.int64) for bound in (axis, axis + 1, 0)]
+                made = self.add("Slice", [self.add("Shape", [INPUTS[0]]), *bounds])
+            self.sizes[symbol] = made
+        return self.sizes[symbol]
 
     def widen(self, name: str) -> str:
         """Cast to fp32; what is fp32 already stays."""
@@ -209,6 +231,38 @@ def _reduce(low: Rewriting, node: onnx.NodeProto) -> None:
     low.copy(node, drop=("noop_with_empty_axes",))
     if axes:
         node.attribute.append(onnx.helper.make_attribute("axes", axes))
+
+
+def _reshape(low: Rewriting, node: onnx.NodeProto) -> None:
+    """Say the size of every axis of what has one row per token.
+
+    An axis of -1 is a size that TensorRT 8.6 cannot show to equal that of another such axis as soon as there may be
+    several frames, and it finds no kernel for the sum of the two.
+    """
+    shape = [_TOKENS if _is_tokens(size) else size for size in low.symbols.get(node.output[0], [])]
+    known = all(isinstance(size, int) or size in (_TOKENS, _FRAMES, _PATCHES) for size in shape)
+    if not known or not (_TOKENS in shape or (_FRAMES in shape and _PATCHES in shape)):
+        low.copy(node)
+        return
+    parts = [low.constant([size], np.int64) if isinstance(size, int) else low.size(size) for size in shape]
+    low.add("Reshape", [node.input[0], low.add("Concat", parts, axis=0)], node.output[0])
+
+
+def _is_tokens(size: int | str) -> bool:
+    return isinstance(size, str) and sorted(part.strip() for part in size.split("*")) == [_FRAMES, _PATCHES]
+
+
+def _wide(low: Rewriting, node: onnx.NodeProto) -> None:
+    """Half-precision operands, computed in fp32 and rounded once: TensorRT 8.6 sums half-precision products in fp16.
+
+    Measured on an H200 with two layers of real width: a relative error of 0.0045 where PyTorch has 0.0008, whatever the
+    norms are computed in. TF32 holds an fp16 operand exactly, so tensor cores can take this form without a loss.
+    """
+    if low.types.get(node.input[0]) != _FLOAT16:
+        low.copy(node)
+        return
+    wide = [low.widen(name) if name else name for name in node.input]
+    low.narrow(low.add(node.op_type, wide, **_attributes(node)), node)
 
 
 def _split(low: Rewriting, node: onnx.NodeProto) -> None:
@@ -330,6 +384,8 @@ _REWRITES: dict[str, Callable[[Rewriting, Any], None]] = {
     "Constant": _constant,
     "Shape": _shape,
     "Squeeze": _squeeze,
+    "Reshape": _reshape,
+    **dict.fromkeys(("MatMul", "Gemm", "Softmax"), _wide),
     "Split": _split,
     "Cast": _cast,
     "Clip": _clip,

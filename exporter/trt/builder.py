@@ -75,8 +75,8 @@ class _Build:
             return
         try:
             from plugins.fused_qk_rope import tensorrt_aot, tensorrt_v3
-            from plugins.fused_qk_rope.tensorrt_kernels import forget_errors
             from plugins.fused_qk_rope.ptx import strip_hidden_parameters
+            from plugins.fused_qk_rope.tensorrt_kernels import forget_errors
             from plugins.fused_qk_rope.triton_compile import compile_ptx
 
             job = self.job
@@ -265,7 +265,7 @@ def make_logger(trt: Trt) -> Any:  # noqa: ANN401
 
 
 def _layer_types(network: Any) -> dict[str, int]:  # noqa: ANN401
-    """Count layers by type, matrix products by their element type too: half precision that was asked for must be there."""
+    """Count layers by type, matrix products by element type too: half precision that was asked for must be there."""
     names = []
     for index in range(network.num_layers):
         layer = network.get_layer(index)
@@ -305,6 +305,7 @@ def _configure_weak_types(trt: Trt, config: Any, dtype: str) -> None:  # noqa: A
     if dtype == "float16":
         config.set_flag(trt.BuilderFlag.FP16)
         config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
+        config.set_flag(trt.BuilderFlag.TF32)  # which holds the half-precision operands of all fp32 products exactly
     sources = config.get_tactic_sources()
     for name in ("CUBLAS", "CUBLAS_LT", "CUDNN"):  # libraries that need not be installed
         if hasattr(trt.TacticSource, name):
