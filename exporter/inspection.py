@@ -1,4 +1,4 @@
-"""What an ONNX artifact holds: its interface, operators, sizes and manifest. Reads no weights."""
+"""What an artifact holds: its interface, operators, sizes and manifest. Reads no weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exporter.errors import BadInput
-from exporter.manifest import MANIFEST_NAME, read_manifest
+from exporter.manifest import GOLDEN_FOLDER, MANIFEST_NAME, Manifest, read_manifest
 from exporter.records import encode
+from exporter.trt.profiles import describe as describe_profile
 from exporter.validation.external_data import read_model
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 
@@ -25,7 +26,9 @@ def inspect_artifact(path: Path) -> dict[str, Any]:
 
     Returns:
         Plain values: ``artifact``, ``inputs``, ``outputs``, ``opsets``, ``operators``, ``rope``, ``attention``,
-        ``metadata``, ``files`` (bytes by name) and ``manifest`` (None for a bare file).
+        ``metadata``, ``files`` (bytes by name) and ``manifest`` (None for a bare file). Of an engine, which only its
+        TensorRT can open, what the manifest tells: ``artifact``, ``engine``, ``operators``, ``rope``, ``attention``,
+        ``files`` and ``manifest``.
 
     Raises:
         BadInput: it is neither, or cannot be read.
@@ -33,6 +36,8 @@ def inspect_artifact(path: Path) -> dict[str, Any]:
     manifest = None
     if path.is_dir():
         manifest = read_manifest(path)
+        if manifest.kind == "engine":
+            return _inspect_engine(path, manifest)
         path = path / manifest.artifact
     model = _load(path)
     operators = Counter(
@@ -49,6 +54,25 @@ def inspect_artifact(path: Path) -> dict[str, Any]:
         "metadata": {entry.key: entry.value for entry in model.metadata_props},
         "files": _sizes(path, model),
         "manifest": None if manifest is None else encode(manifest),
+    }
+
+
+def _inspect_engine(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    sizes = {name: folder / name for name in manifest.files if not name.startswith(f"{GOLDEN_FOLDER}/")}
+    plugin = "" if manifest.plugin is None else f"plugin ({manifest.plugin.kind})"
+    return {
+        "artifact": str(folder / manifest.artifact),
+        "engine": {
+            "runtime": str(manifest.runtime),
+            "targets": list(manifest.targets),
+            "profiles": [describe_profile(profile) for profile in manifest.profiles],
+            "warnings": list(manifest.warnings),
+        },
+        "operators": dict(manifest.layers),
+        "rope": plugin or manifest.rope,
+        "attention": manifest.attention,
+        "files": {name: path.stat().st_size if path.is_file() else None for name, path in sizes.items()},
+        "manifest": encode(manifest),
     }
 
 
@@ -84,6 +108,8 @@ def _sizes(path: Path, model: onnx.ModelProto) -> dict[str, int | None]:
 
 def describe(found: dict[str, Any]) -> str:
     """Write what :func:`inspect_artifact` found as text."""
+    if "engine" in found:
+        return _describe_engine(found)
     lines = [str(found["artifact"]), ""]
     for kind in ("inputs", "outputs"):
         for value in found[kind]:
@@ -93,6 +119,21 @@ def describe(found: dict[str, Any]) -> str:
     lines += [f"  {name}: {'MISSING' if size is None else f'{size:,} bytes'}" for name, size in found["files"].items()]
     lines += ["", "  " + ", ".join(f"{count} {name}" for name, count in found["operators"].items()), ""]
     lines += [f"  {key} = {_short(value)}" for key, value in found["metadata"].items()]
+    return "\n".join(lines + _manifest_lines(found["manifest"]))
+
+
+def _describe_engine(found: dict[str, Any]) -> str:
+    engine = found["engine"]
+    lines = [
+        str(found["artifact"]),
+        "",
+        f"  {engine['runtime']}, for compute capability {', '.join(engine['targets'])}",
+    ]
+    lines += [f"  profile {profile}" for profile in engine["profiles"]]
+    lines += ["", f"  rope {found['rope']}, attention {found['attention']}"]
+    lines += [f"  {name}: {'MISSING' if size is None else f'{size:,} bytes'}" for name, size in found["files"].items()]
+    lines += ["", "  " + ", ".join(f"{count} {name}" for name, count in found["operators"].items())]
+    lines += ["", *(f"  warning: {_short(warning)}" for warning in engine["warnings"])]
     return "\n".join(lines + _manifest_lines(found["manifest"]))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exporter.errors import BuildFailed, MissingRequirement, one_line
+from exporter.files import write_bytes
 from exporter.trt import flavor as flavors
 from exporter.trt.flavor import Flavor
 from exporter.trt.job import BuildJob, Built, Phase
@@ -23,6 +24,10 @@ Trt = Any  # the tensorrt module has no annotations
 # One name per function body and call is TensorRT's own bookkeeping; every export has as many as layers.
 _NOISE = ("already exists, the output tensors of this new instance will not be queryable",)
 _PATCH_VALUES = 588
+_WIDE_PRODUCTS = (
+    "TensorRT 8 sums half-precision products in half precision, with five times the error of PyTorch's; so they are "
+    "computed in TF32, which holds their operands exactly, and the engine stores its weights in fp32"
+)
 
 
 def serve(connection: Connection) -> None:
@@ -54,10 +59,11 @@ class _Build:
             network, pinned = self._parse(builder)
         layers = _layer_types(network)
         self._check_plugins(layers)
+        self._check_products(layers)
         self._check_inputs(network)
         with self.step("build"):
             self._build(builder, network, self._configure(builder))
-        warnings = tuple(dict.fromkeys(self.log.warnings))
+        warnings = tuple(dict.fromkeys([*self.log.warnings, *([_WIDE_PRODUCTS] if pinned else [])]))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Built(warnings, layers, _plugin_layers(layers), pinned, self.seconds, peak)
 
@@ -158,6 +164,12 @@ class _Build:
             "build without the plugin"
         )
 
+    def _check_products(self, layers: dict[str, int]) -> None:
+        """Refuse an engine whose products are not in the precision that was asked for."""
+        wide = layers.get("MATRIX_MULTIPLY FLOAT", 0)
+        if self.flavor.strongly_typed and self.job.dtype != "float32" and wide:
+            raise BuildFailed(f"{wide} products of a {self.job.dtype} model are fp32 in {self.flavor}; report this")
+
     def _plugin_error(self) -> str:
         if self.job.plugin != "v3":
             return ""
@@ -215,7 +227,7 @@ class _Build:
             reason = self._plugin_error() or self.log.first_error()
             raise BuildFailed(f"{self.flavor} built no engine: {reason}")
         if cache is not None:
-            Path(str(self.job.timing_cache)).write_bytes(memoryview(cache.serialize()))
+            write_bytes(Path(str(self.job.timing_cache)), bytes(memoryview(cache.serialize())))
 
     def _load_timing_cache(self, config: Any) -> Any:  # noqa: ANN401
         if self.job.timing_cache is None:

@@ -122,13 +122,15 @@ def count_layers(layers: list[dict[str, Any]]) -> dict[str, int]:
         layers: as `Engine.layers` gives them.
 
     Returns:
-        Number by ``TYPE PRECISION``, where the precision is that of the first output.
+        Number by ``TYPE PRECISION``, where the precision is that of the first output; empty where TensorRT tells none,
+        as for dynamic shapes (``N/A due to dynamic shapes``).
     """
     counts: Counter[str] = Counter()
     for layer in layers:
         outputs = layer.get("Outputs") or [{}]
-        precision = str(outputs[0].get("Format/Datatype", "?")).rpartition(" ")[2]
-        counts[f"{layer.get('LayerType', '?')} {precision}"] += 1
+        precision = str(outputs[0].get("Format/Datatype", "N/A"))
+        if not precision.startswith("N/A"):
+            counts[f"{layer.get('LayerType', '?')} {precision.rpartition(' ')[2]}"] += 1
     return dict(counts.most_common())
 
 

@@ -27,7 +27,7 @@ PROFILES = (
 class FakeCudaApi:
     """The functions of cuda.bindings.runtime that `exporter.trt.cuda` calls."""
 
-    cudaMemcpyKind = types.SimpleNamespace(
+    cudaMemcpyKind = types.SimpleNamespace(  # noqa: N815 - CUDA's own name
         cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2, cudaMemcpyDeviceToDevice=3
     )
 

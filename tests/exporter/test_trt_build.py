@@ -21,6 +21,7 @@ from exporter.errors import BadInput, BuildFailed, MissingRequirement, Usage, Va
 from exporter.manifest import check_files, read_manifest, write_manifest
 from exporter.trt import build
 from exporter.trt.build import ENGINE_FILE, TrtRequest, make_engine, plan_build
+from exporter.trt.child import Child
 from exporter.trt.job import Built
 from exporter.validation.backends import OrtBackend
 from exporter.validation.evidence import BackendInfo, Profile, Shape
@@ -34,8 +35,8 @@ QUIET = lambda *_: None  # noqa: E731 - progress that nobody reads
 ONE = ("4:16:64",)
 TWO = ("4:16:64", "64:256:1024")
 
-# Every pair of (tower, dtype, rope, attention, packing, profiles) stands in at least one row; scripts/check_engines.py
-# builds all 144 combinations, and its result is in benchmarks/results.
+# Nearly every pair of (tower, dtype, rope, attention, packing, profiles) stands in some row; all 144 combinations would
+# take half an hour.
 MATRIX = [
     ("tiny", "fp32", "plugin", "plain", "packed", ONE),
     ("tiny", "bf16", "plugin", "plain", "packed", TWO),
@@ -109,7 +110,7 @@ def _crowd() -> float:
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) * 2
 
 
-# -------------------------------------------------------------------------------------------------------- what it refuses
+# ------------------------------------------------------------------------------------------------------ what it refuses
 
 
 def test_the_profiles_of_the_golden_set_are_the_default(tmp_path, tmp_path_factory):
@@ -232,16 +233,14 @@ def test_silence_about_the_plugin_proves_nothing(tmp_path, tmp_path_factory, kep
 
 def test_a_crash_of_tensorrt_is_a_build_that_failed(tmp_path, tmp_path_factory, monkeypatch):
     onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx")
-    monkeypatch.setattr(build, "Child", lambda _function, name: real("tests.exporter.test_trt_child:abort", name))
-    from exporter.trt.child import Child as real
-
+    monkeypatch.setattr(build, "Child", lambda _function, name: Child("tests.exporter.test_trt_child:abort", name))
     with pytest.raises(BuildFailed, match=r"builds ended with signal SIGABRT; its last words: terminate called"):
         make_engine(request(onnx, tmp_path / "e", profiles=ONE), QUIET)
     assert list(tmp_path.iterdir()) == [onnx]
 
 
 def test_the_timing_cache_and_current_are_never_touched(tmp_path, tmp_path_factory):
-    """Both want a GPU in TensorRT-RTX, and the second aborts the process: no source names them but to leave them out."""
+    """Both want a GPU in TensorRT-RTX, and the second aborts the process."""
     sources = [path.read_text() for path in Path(build.__file__).parent.glob("*.py")]
     assert not any("ComputeCapability.CURRENT" in source for source in sources)
     onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx")
@@ -257,7 +256,7 @@ def test_warnings_are_kept_and_dangerous_ones_fail_under_strict():
     build._check_warnings(dataclasses.replace(built, warnings=("Int64 binding",)), strict=True)
 
 
-# ------------------------------------------------------------------------------------------------------- places and files
+# ----------------------------------------------------------------------------------------------------- places and files
 
 
 def test_another_working_directory_and_strange_names(tmp_path, tmp_path_factory, monkeypatch):
@@ -309,9 +308,21 @@ def test_json_stands_alone_on_stdout(tmp_path, tmp_path_factory, capfd):
     assert "attention needs up to" in found.err
     assert cli.run(["validate", str(tmp_path / "e")]) == 3  # there is no golden set
     assert cli.run(["verify", str(tmp_path / "e")]) == 7
+    capfd.readouterr()
+    assert cli.run(["inspect", str(tmp_path / "e")]) == 0
+    shown = capfd.readouterr().out
+    for text in (
+        "tensorrt_rtx 1",
+        "profile profile: 4 to 64 patches (tuned for 16)",
+        "plugin (function)",
+        "NOT VALIDATED",
+    ):
+        assert text in shown
+    assert cli.run(["inspect", str(tmp_path / "e"), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["engine"]["profiles"] == ["profile: 4 to 64 patches (tuned for 16)"]
 
 
-# -------------------------------------------------------------------------------------------------------------- the cache
+# ------------------------------------------------------------------------------------------------------------ the cache
 
 
 def test_the_cache_serves_the_same_build_and_nothing_else(tmp_path, tmp_path_factory, monkeypatch):
@@ -357,7 +368,7 @@ def test_the_cache_serves_the_same_build_and_nothing_else(tmp_path, tmp_path_fac
     assert not make()[0]  # what lies there is not what was put there
 
 
-# ---------------------------------------------------------------------------------------------------------- the judgement
+# -------------------------------------------------------------------------------------------------------- the judgement
 
 
 class Pretender:

@@ -127,7 +127,7 @@ def test_a_call_goes_to_a_profile_that_holds_it_or_is_refused(corners, shape):
             tokens(chosen.max) * chosen.max.items <= tokens(p.max) * p.max.items for p in profiles if contains(p, shape)
         )
     else:
-        with pytest.raises(ValueError, match="this engine takes|fit no profile"):
+        with pytest.raises(ValueError, match=r"this engine takes|fit no profile"):
             tightest(profiles, shape)
 
 

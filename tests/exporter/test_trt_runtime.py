@@ -224,7 +224,7 @@ def test_percentiles_are_measured_times():
         percentiles([])
 
 
-# --------------------------------------------------------------------------------------------- before anything is loaded
+# ------------------------------------------------------------------------------------------- before anything is loaded
 
 
 @pytest.fixture
