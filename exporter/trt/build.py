@@ -94,6 +94,11 @@ class Plan:
     uncovered: tuple[str, ...]
     golden: Path | None
 
+    @property
+    def uses_tf32(self) -> bool:
+        """Whether products may be computed in TF32: only those of half-precision operands, which it holds exactly."""
+        return not self.flavor.strongly_typed and self.source.dtype == "float16"
+
     def describe(self) -> list[str]:
         """Say what will be built, one line each."""
         lines = [f"{self.flavor}, {self.source.dtype}, for compute capability {', '.join(self.targets)}"]
@@ -363,7 +368,7 @@ def _manifest(
         kind="engine",
         artifact=ENGINE_FILE,
         source=dataclasses.replace(plan.source.source, onnx_sha256=plan.source.artifact_sha256),
-        options=_plain_options(request),
+        options={**_plain_options(request), "tf32": plan.uses_tf32},
         tool_versions=tool_versions(BUILD_TOOLS),
         plugin=plugin,
         runtime=plan.flavor.runtime,
@@ -395,7 +400,6 @@ def _plain_options(request: TrtRequest) -> dict[str, Any]:
         "golden": request.golden is not None,
         "ignore_memory": request.ignore_memory,
         "validate": request.validate,
-        "tf32": False,
     }
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exporter.errors import BuildFailed, MissingRequirement, one_line
 from exporter.files import write_bytes
@@ -17,7 +17,11 @@ from exporter.trt import flavor as flavors
 from exporter.trt.flavor import Flavor
 from exporter.trt.job import BuildJob, Built, Phase
 from exporter.validation.backends import INPUTS, OUTPUT
+from exporter.validation.gpu import cuda_driver_version
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
+
+if TYPE_CHECKING:
+    from plugins.fused_qk_rope.triton_compile import CompiledRope
 
 Trt = Any  # the tensorrt module has no annotations
 
@@ -101,6 +105,7 @@ class _Build:
                 f"the plugin's kernel is compiled with {error.name}, which is not installed; pip install {error.name}, "
                 "or pass --no-plugin to build the RoPE from elementary operators"
             ) from error
+        self._check_driver(kernel)
         forget_errors()
         if job.plugin == "aot":
             tensorrt_aot.register_aot(self.trt, kernel)
@@ -111,6 +116,18 @@ class _Build:
             if not make_rtx_library_resolvable():
                 raise BuildFailed(f"{self.flavor} aborts at a plugin on this system; pass --no-plugin")
         tensorrt_v3.register_v3(self.trt, kernel)
+
+    def _check_driver(self, kernel: CompiledRope) -> None:
+        """Where the engine will run here, refuse a kernel in a PTX that the driver does not know."""
+        from plugins.fused_qk_rope.ptx import check_driver
+
+        version = cuda_driver_version()
+        if version is None or not self.flavor.needs_gpu:
+            return
+        try:
+            check_driver(kernel, version)
+        except RuntimeError as error:
+            raise MissingRequirement(f"{error}; or pass --no-plugin") from error
 
     def _parse(self, builder: Any) -> tuple[Any, int]:  # noqa: ANN401
         trt, flags = self.trt, self.trt.NetworkDefinitionCreationFlag

@@ -29,6 +29,7 @@ from exporter.validation.evidence import DTYPES, PATCHES_PER_ROW, DType, Profile
 from exporter.validation.gpu import cuda_capability
 from exporter.validation.latency import Latency, percentiles
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
+from plugins.fused_qk_rope.tensorrt_kernels import forget_errors, last_error
 
 _PATCH_VALUES = 588
 _TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
@@ -169,9 +170,11 @@ class Engine:
             data = path.read_bytes()
         except OSError as error:
             raise BadInput(f"cannot read {path}: {error.strerror}") from error
+        forget_errors()
         engine = self._runtime.deserialize_cuda_engine(data) if data else None
         if engine is None:
-            raise BadInput(f"{self.flavor} cannot load {path}: {self._log.first_error() if data else 'it is empty'}")
+            reason = str(last_error() or self._log.first_error()) if data else "it is empty"
+            raise BadInput(f"{self.flavor} cannot load {path}: {reason}")
         return engine
 
     def _names(self) -> list[str]:

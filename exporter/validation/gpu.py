@@ -5,6 +5,20 @@ from __future__ import annotations
 import ctypes
 
 
+def cuda_driver_version() -> int | None:
+    """Ask the CUDA driver which CUDA it implements.
+
+    Returns:
+        1000 times the major version plus 10 times the minor, such as 12080; None where there is no driver.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    return number.value if driver.cuDriverGetVersion(ctypes.byref(number)) == 0 else None
+
+
 def cuda_capability(device: int = 0) -> str | None:
     """Ask the CUDA driver for a GPU's compute capability, without any package.
 

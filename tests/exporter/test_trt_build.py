@@ -48,8 +48,8 @@ MATRIX = [
     ("tiny-k3", "fp32", "plugin", "op", "single", ONE),
 ]
 HALF = [
-    ("tiny-k3", "bf16", "standard", "plain", "single", ONE),
-    ("tiny", "fp16", "plain", "op", "single", TWO),
+    ("tiny-k3", "bf16", "standard", "op", "single", ONE),
+    ("tiny", "fp16", "plain", "op", "packed", TWO),
 ]
 
 
@@ -246,6 +246,51 @@ def test_the_timing_cache_and_current_are_never_touched(tmp_path, tmp_path_facto
     onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx")
     manifest = make_engine(request(onnx, tmp_path / "e", profiles=ONE, plugin=False), QUIET).manifest
     assert not any("iming cache" in warning for warning in manifest.warnings)
+
+
+class SmallGpu:
+    """A GPU with little memory left."""
+
+    name, capability = "a GPU", "9.0"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def free_memory(self):
+        return 1 << 20
+
+
+def test_more_memory_than_is_free_is_refused_unless_forced(tmp_path, tmp_path_factory, monkeypatch):
+    onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx")
+    plan = plan_build(request(onnx, tmp_path / "e", profiles=("4:1024:4096",)), None)
+    plan = dataclasses.replace(plan, flavor=dataclasses.replace(plan.flavor, targets=()))
+    # four heads, 4096 x 4096 logits and as many probabilities of 4 bytes, and a mask: 576 MiB
+    assert plan.attention_bytes == 4096 * 4096 * 9 * 4
+    monkeypatch.setattr(build, "Cuda", SmallGpu)
+    with pytest.raises(Usage, match=r"may need 5\d\d MiB and the GPU has 1 MiB free; choose a smaller --profile"):
+        build._check_memory(plan, "9.0", ignore=False)
+    assert build._check_memory(plan, "9.0", ignore=True) == "a GPU, 9.0"
+    assert build._check_memory(plan, None, ignore=False) is None  # nothing to compare with
+
+
+def test_a_kernel_that_the_driver_does_not_know_is_refused_before_the_build(tmp_path, tmp_path_factory, monkeypatch):
+    from exporter.trt import builder
+    from plugins.fused_qk_rope.triton_compile import compile_ptx
+
+    onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx")
+    made = compile_ptx("float32", 24, "sm_90", heads=4, ptx_version=builder._oldest_ptx("sm_90"))
+    assert made.ptx_version == (8, 0)
+    job = build._job(request(onnx, tmp_path / "e"), plan_build(request(onnx, tmp_path / "e"), None), tmp_path)
+    gpu_flavor = dataclasses.replace(build.choose("tensorrt_rtx", has_gpu=False), targets=())
+    this = builder._Build(job, gpu_flavor, None)
+    monkeypatch.setattr(builder, "cuda_driver_version", lambda: 12000)
+    this._check_driver(made)
+    monkeypatch.setattr(builder, "cuda_driver_version", lambda: 11080)
+    with pytest.raises(MissingRequirement, match=r"8\.0.*--no-plugin"):
+        this._check_driver(made)
 
 
 def test_warnings_are_kept_and_dangerous_ones_fail_under_strict():
