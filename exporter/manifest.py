@@ -16,7 +16,7 @@ from exporter.records import read_record, to_text
 from exporter.validation.evidence import DType, Evidence, Profile
 from exporter.validation.gate import Judgement
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: layers of an engine
 MANIFEST_NAME = "manifest.json"
 GOLDEN_FOLDER = "golden"
 _GOLDEN_PREFIX = GOLDEN_FOLDER + "/"

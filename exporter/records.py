@@ -121,7 +121,7 @@ def read_record(cls: type[Record], path: Path, schema_version: int) -> Record:
             f"{path} has schema version {_shown(found)}, this kvit-export reads {schema_version}; "
             "use the version that wrote it, or write it again"
         )
-    return decode(cls, value, path.name)
+    return decode(cls, value, str(path))
 
 
 def encode(value: object) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,10 +143,15 @@ def _other(
 
 
 def _bare_engine(path: Path, flavor: str | None) -> AbstractContextManager[Backend]:
-    """An engine of unknown origin; whether it holds Python plugins is unknown too, so their class is registered."""
+    """An engine of unknown origin; it names the plugins that it holds."""
     from exporter.trt.backend import EngineBackend
+    from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 
-    return EngineBackend(path, flavor, v3_plugin=True)
+    if not path.stat().st_size:
+        raise BadInput(f"{path} is empty; fetch an intact copy or build it again")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        plugin = content.find(FUSED_QK_ROPE.onnx_name.encode()) >= 0
+    return EngineBackend(path, flavor, v3_plugin=plugin)
 
 
 def _onnx_backend(path: Path, backend: str | None) -> AbstractContextManager[Backend]:

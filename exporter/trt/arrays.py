@@ -76,11 +76,12 @@ def view(value: object, name: str, *, stream: int, writable: bool = False) -> Ar
     """
     if isinstance(value, np.ndarray):
         return _from_numpy(value, name, writable)
+    # DLPack first: it makes the producer's stream wait-for-able, while PyTorch's other interface names no stream
+    if hasattr(value, "__dlpack__"):
+        return _from_dlpack(value, name, stream)
     interface = _cuda_interface(value)
     if interface is not None:
         return _from_cuda_interface(value, interface, name, writable)
-    if hasattr(value, "__dlpack__"):
-        return _from_dlpack(value, name, stream)
     raise TypeError(
         f"{name} is a {type(value).__name__}; pass a NumPy array, or a GPU array with __cuda_array_interface__ or "
         "__dlpack__"
@@ -110,9 +111,8 @@ def _from_cuda_interface(value: object, interface: dict[str, Any], name: str, wr
     _check_dense(shape, interface.get("strides"), item_bytes(dtype), name)
     if writable and read_only:
         raise ValueError(f"{name} may not be written")
-    stream = interface.get("stream")
-    if stream is not None:
-        _synchronise(int(stream))
+    if address:
+        _synchronise(interface)
     return ArrayView(int(address or 0), shape, dtype, True, _device_of(value), value)
 
 
@@ -122,13 +122,16 @@ def _device_of(value: object) -> int:
     return 0
 
 
-def _synchronise(stream: int) -> None:
+def _synchronise(interface: dict[str, Any]) -> None:
+    """Wait for whoever makes the array: for its stream; for the whole GPU where an older interface names none."""
     from exporter.trt.cuda import runtime_api
 
-    api = runtime_api()
-    code, *_ = api.cudaStreamSynchronize(stream)
+    if "stream" in interface and interface["stream"] is None:
+        return  # version 3 says so where nothing is pending
+    api, stream = runtime_api(), interface.get("stream")
+    code, *_ = api.cudaDeviceSynchronize() if stream is None else api.cudaStreamSynchronize(int(stream))
     if int(code) != 0:
-        raise ValueError(f"the stream {stream} of a GPU array cannot be waited for (error {int(code)})")
+        raise ValueError(f"what makes a GPU array cannot be waited for (CUDA error {int(code)})")
 
 
 def _check_dense(shape: tuple[int, ...], strides: Any, item: int, name: str) -> None:  # noqa: ANN401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import shutil
 from collections.abc import Callable
@@ -108,7 +109,7 @@ class Plan:
             f"attention needs up to {memory} beside the weights at the largest profile, less where it is fused"
         )
         if self.golden is not None:
-            lines += [f"no golden case covers the {text}: at best NOT VALIDATED" for text in self.uncovered]
+            lines += [f"{text}: at best NOT VALIDATED" for text in self.uncovered]
         return lines
 
 
@@ -163,7 +164,13 @@ def plan_build(request: TrtRequest, gpu: str | None) -> Plan:
         profiles=chosen,
         targets=targets,
         plugin=_plugin_kind(request, source, flavor),
-        attention_bytes=sizes.attention_bytes(chosen, config.num_attention_heads, source.dtype, packed=packed),
+        attention_bytes=sizes.attention_bytes(
+            chosen,
+            config.num_attention_heads,
+            # without strong types half-precision logits are fp32, see exporter.passes.trt86_rewrites
+            sizes.ITEM_BYTES[source.dtype] if flavor.strongly_typed else 4,
+            packed=packed,
+        ),
         uncovered=tuple(sizes.uncovered(chosen, shapes)),
         golden=golden,
     )
@@ -253,7 +260,7 @@ def make_engine(request: TrtRequest, progress: Progress, say: Callable[[str], No
         with atomic_directory(request.output, request.force) as folder:
             plugin = _plugin_record(plan)
             job = _job(request, plan, folder)
-            keys = dependencies(plan.source, job, plan.flavor, plugin, name, version())
+            keys = dependencies(plan.source, job, plan.flavor, plugin, name, _program())
             cache = None if request.cache is None else EngineCache(request.cache)
             with clock.step("build"):
                 built = cache.fetch(keys, folder / ENGINE_FILE) if cache is not None else None
@@ -271,6 +278,14 @@ def make_engine(request: TrtRequest, progress: Progress, say: Callable[[str], No
     except OSError as error:
         raise BuildFailed(f"cannot write {request.output}: {error.strerror}; free space or choose another") from error
     return EngineArtifact(request.output, manifest, report, advice, cached)
+
+
+def _program() -> str:
+    """What of this program decides an engine beside its plugins: the version, and the source of build and lowering."""
+    package = Path(__file__).parent.parent
+    sources = [package / "trt" / "builder.py", *sorted((package / "passes").glob("trt86*.py"))]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return f"{version()} {digest}"
 
 
 def _check_memory(plan: Plan, gpu: str | None, *, ignore: bool) -> str | None:
@@ -347,9 +362,7 @@ def _check_warnings(built: Built, *, strict: bool) -> None:
         return
     for warning in built.warnings:
         if _DANGEROUS.search(warning):
-            raise BuildFailed(
-                f"--strict: TensorRT warns: {warning[:300]}; use --dtype bf16 or fp32, or leave --strict out"
-            )
+            raise BuildFailed(f"--strict: TensorRT warns: {warning[:300]}; use another --dtype, or leave --strict out")
 
 
 def _take_golden(source: Path, target: Path) -> None:
@@ -427,6 +440,8 @@ def _judge(
             backend = open_backend(folder, manifest)
         except MissingRequirement as error:
             return manifest, None, f"{error.message}; then run kvit-export validate {request.output}"
+        except BadInput as error:
+            raise BuildFailed(f"{plan.flavor} built an engine that does not load: {error.message}") from error
         with backend:
             if backend.layers:
                 manifest = dataclasses.replace(manifest, layers=backend.layers)

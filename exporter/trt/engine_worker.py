@@ -106,7 +106,7 @@ def serve(connection: Connection) -> None:
 
 def _open(order: Open) -> Engine:
     flavor = choose(order.flavor, has_gpu=True)
-    return Engine(Path(order.path), flavor, v3_plugin=order.v3_plugin, device=order.device)
+    return Engine(Path(order.path), flavor, v3_plugin=order.v3_plugin and flavor.v3_plugins, device=order.device)
 
 
 def _describe(engine: Engine) -> Opened:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from exporter.errors import Usage
-from exporter.validation.evidence import Profile, Shape
+from exporter.validation.evidence import Profile, Shape, tightest_profile
 from model.config import MAX_FRAMES
 
 LARGEST_DEFAULT = 4096  # patches; more on request
@@ -86,6 +86,8 @@ def _bound(text: str | None, option: str, most: int) -> tuple[int, int, int]:
 def default_profiles(shapes: Iterable[Shape], largest: int = LARGEST_DEFAULT) -> tuple[Profile, ...]:
     """Make the profiles whose corners a golden set covers: images, clips, and several items where it has any.
 
+    No call of one group fits the profile of another, so that each case runs in the profile whose corner it is.
+
     Args:
         shapes: of the golden cases; empty where there is no golden set.
         largest: patches of one frame; larger cases are left to ``--profile``.
@@ -97,19 +99,15 @@ def default_profiles(shapes: Iterable[Shape], largest: int = LARGEST_DEFAULT) ->
     images = [shape for shape in fitting if shape.frames == 1 and shape.items == 1]
     clips = [shape for shape in fitting if shape.frames > 1 and shape.items == 1]
     several = [shape for shape in fitting if shape.items > 1]
-    profiles = [_profile("images", images, images)] if images else []
-    if clips:
-        profiles.append(_profile("clips", [*images[:1], *clips], clips))
-    if several:
-        profiles.append(_profile("packed", [*images[:1], *several], several))
-    return tuple(profiles) or (_USUAL,)
+    groups = (("images", images), ("clips", clips), ("packed", several))
+    return tuple(_profile(name, group) for name, group in groups if group) or (_USUAL,)
 
 
-def _profile(name: str, shapes: Sequence[Shape], typical: Sequence[Shape]) -> Profile:
-    """Span ``shapes``; tune for that of ``typical`` which is nearest, as a ratio, to half the largest."""
+def _profile(name: str, shapes: Sequence[Shape]) -> Profile:
+    """Span ``shapes``; tune for that which is nearest, as a ratio, to half the largest."""
     low = Shape(*(min(getattr(s, key) for s in shapes) for key in ("frames", "patches", "items")))
     high = Shape(*(max(getattr(s, key) for s in shapes) for key in ("frames", "patches", "items")))
-    middle = min(typical, key=lambda shape: abs(math.log(2 * tokens(shape) / tokens(high))))
+    middle = min(shapes, key=lambda shape: abs(math.log(2 * tokens(shape) / tokens(high))))
     return Profile(name, low, middle, high)
 
 
@@ -129,26 +127,27 @@ def describe(profile: Profile) -> str:
 
 
 def uncovered(profiles: Sequence[Profile], shapes: Iterable[Shape]) -> list[str]:
-    """List the corners of profiles for which there is no golden case, as text."""
+    """List the corners of profiles that no golden case will run in, as text.
+
+    Args:
+        profiles: of the engine; a call that fits several runs in the tightest.
+        shapes: of the golden cases.
+    """
     have = set(shapes)
-    return [
-        f"{corner} of profile {profile.name} ({getattr(profile, corner)})"
-        for profile in profiles
-        for corner in ("min", "opt", "max")
-        if getattr(profile, corner) not in have
-    ]
-
-
-def contains(profile: Profile, shape: Shape) -> bool:
-    """Whether a call of these sizes fits the profile."""
-    return all(
-        getattr(profile.min, key) <= getattr(shape, key) <= getattr(profile.max, key)
-        for key in ("frames", "patches", "items")
-    )
+    lines = []
+    for profile in profiles:
+        for corner in ("min", "opt", "max"):
+            shape = getattr(profile, corner)
+            taker = profiles[tightest(profiles, shape)]
+            if shape not in have:
+                lines.append(f"the {corner} of profile {profile.name} ({shape}) has no golden case")
+            elif taker is not profile:
+                lines.append(f"the {corner} of profile {profile.name} ({shape}) runs in {taker.name}, which is tighter")
+    return lines
 
 
 def tightest(profiles: Sequence[Profile], shape: Shape) -> int:
-    """Choose the profile with the smallest upper bound that a call fits.
+    """Choose the profile that a call runs in; see `exporter.validation.evidence.tightest_profile`.
 
     Args:
         profiles: of the engine.
@@ -160,10 +159,10 @@ def tightest(profiles: Sequence[Profile], shape: Shape) -> int:
     Raises:
         ValueError: names the axis, its value and the allowed ranges.
     """
-    fitting = [index for index, profile in enumerate(profiles) if contains(profile, shape)]
-    if not fitting:
+    found = tightest_profile(profiles, shape)
+    if found is None:
         raise ValueError(_misfit(profiles, shape))
-    return min(fitting, key=lambda index: tokens(profiles[index].max) * profiles[index].max.items)
+    return found
 
 
 def _misfit(profiles: Sequence[Profile], shape: Shape) -> str:
@@ -177,7 +176,7 @@ def _misfit(profiles: Sequence[Profile], shape: Shape) -> str:
     return f"{shape} together fit no profile: {allowed}"
 
 
-def attention_bytes(profiles: Sequence[Profile], heads: int, dtype: str, *, packed: bool) -> int:
+def attention_bytes(profiles: Sequence[Profile], heads: int, item_bytes: int, *, packed: bool) -> int:
     """Memory that attention needs at the largest profile if no kernel fuses it.
 
     Two arrays [heads, tokens, tokens] live at once (logits and probabilities), beside the mask of a packed graph.
@@ -185,14 +184,14 @@ def attention_bytes(profiles: Sequence[Profile], heads: int, dtype: str, *, pack
     Args:
         profiles: of the engine.
         heads: attention heads.
-        dtype: of the artifact.
+        item_bytes: of one logit.
         packed: whether the graph masks by item.
 
     Returns:
         Bytes.
     """
     most = max(tokens(profile.max) for profile in profiles)
-    return most * most * (2 * heads + (1 if packed else 0)) * ITEM_BYTES[dtype]
+    return most * most * (2 * heads + (1 if packed else 0)) * item_bytes
 
 
 def gibibytes(count: float) -> str:

@@ -148,7 +148,10 @@ class Engine:
         if v3_plugin:
             from plugins.fused_qk_rope.tensorrt_v3 import register_v3_runtime
 
-            register_v3_runtime(trt)
+            try:
+                register_v3_runtime(trt)
+            except RuntimeError as error:
+                raise MissingRequirement(str(error)) from error
         self._runtime = trt.Runtime(self._log)
         self._engine: Any = self._load(path)
         self._context: Any = self._engine.create_execution_context()
@@ -271,7 +274,7 @@ class Engine:
         self._activate(profile, {INPUTS[0]: pixels.shape, INPUTS[1]: grids.shape})
         rows = tuple(int(length) for length in self._context.get_tensor_shape(OUTPUT))
         if rows[0] != shape.patches // PATCHES_PER_ROW:
-            raise RuntimeError(f"{self._path} would give {rows[0]} rows for {shape.patches} patches")
+            raise RuntimeError(f"{self._path.name} would give {rows[0]} rows for {shape.patches} patches")
         given = None if outputs is None else outputs[OUTPUT]
         result = np.empty(rows, dtype=numpy_dtype(self.dtype)) if given is None else given
         target = view(result, OUTPUT, stream=self.cuda.stream, writable=True)
@@ -308,11 +311,13 @@ class Engine:
             done = self._context.set_optimization_profile_async(profile, self.cuda.stream)
             self.cuda.wait()
             if not done:
-                raise RuntimeError(f"{self._path}: profile {profile} cannot be used: {self._log.first_error()}")
+                raise RuntimeError(f"{self._path.name}: profile {profile} cannot be used: {self._log.first_error()}")
             self._active = profile
         for name, shape in shapes.items():
             if not self._context.set_input_shape(name, shape):
-                raise RuntimeError(f"{self._path} refuses {name} of shape {list(shape)}: {self._log.first_error()}")
+                raise RuntimeError(
+                    f"{self._path.name} refuses {name} of shape {list(shape)}: {self._log.first_error()}"
+                )
 
     def _submit(self, call: _Call) -> Timing:
         """Copy in, compute, copy out, wait."""
@@ -328,7 +333,7 @@ class Engine:
         self._bind(OUTPUT, target)
         self.cuda.record(copied)
         if not self._context.execute_async_v3(self.cuda.stream):
-            raise RuntimeError(f"{self._path} did not run: {self._log.first_error()}")
+            raise RuntimeError(f"{self._path.name} did not run: {self._log.first_error()}")
         self.cuda.record(computed)
         if not call.target.on_device:
             self.cuda.to_host(call.target.address, target, call.target.size)
@@ -339,7 +344,7 @@ class Engine:
 
     def _bind(self, name: str, address: int) -> None:
         if not self._context.set_tensor_address(name, address):
-            raise RuntimeError(f"{self._path}: {name} cannot be bound: {self._log.first_error()}")
+            raise RuntimeError(f"{self._path.name}: {name} cannot be bound: {self._log.first_error()}")
 
     def close(self) -> None:
         """Free what the engine holds."""

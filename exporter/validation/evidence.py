@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,6 +82,27 @@ class Profile:
         low, middle, high = (dataclasses.astuple(shape) for shape in (self.min, self.opt, self.max))
         if not all(a <= b <= c for a, b, c in zip(low, middle, high, strict=True)):
             raise ValueError(f"profile {self.name} is not ordered min <= opt <= max")
+
+
+def contains(profile: Profile, shape: Shape) -> bool:
+    """Whether a call of these sizes fits the profile."""
+    bounds = (dataclasses.astuple(sizes) for sizes in (profile.min, shape, profile.max))
+    return all(low <= size <= high for low, size, high in zip(*bounds, strict=True))
+
+
+def tightest_profile(profiles: Sequence[Profile], shape: Shape) -> int | None:
+    """Choose the profile that a call runs in: of those that it fits, the one with the smallest upper bound.
+
+    Args:
+        profiles: of the engine.
+        shape: of the call.
+
+    Returns:
+        Index of the profile, the first of equal ones; None where it fits none.
+    """
+    fitting = [index for index, profile in enumerate(profiles) if contains(profile, shape)]
+    volume = {index: math.prod(dataclasses.astuple(profiles[index].max)) for index in fitting}
+    return min(fitting, key=volume.__getitem__, default=None)
 
 
 @dataclass(frozen=True)

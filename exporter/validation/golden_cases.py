@@ -29,13 +29,13 @@ GoldenSize = tuple[int, Grids]  # frames, and (h, w) in patches of each item
 DEFAULT_GRIDS = ((2, 2), (6, 512), (512, 6), (36, 46), (46, 36), (64, 64), (16, 16))
 # Directions need 300 patches, where an honest error is nearly orthogonal to every one; more would only cost time.
 DIRECTION_GRIDS = ((16, 20), (20, 16))
-# A small clip, and one that fills 4096 tokens as an engine's profile may.
-CLIP_FRAMES, CLIP_GRIDS = 4, ((10, 12), (30, 34))
-SEVERAL: tuple[Grids, ...] = (((4, 6), (16, 18), (2, 2)), ((16, 4), (2, 6)))
+# The smallest clip, a small one, and one that fills 4096 tokens, as an engine's profile may.
+CLIPS: tuple[GoldenSize, ...] = ((2, ((2, 2),)), (4, ((10, 12),)), (4, ((30, 34),)))
+SEVERAL: tuple[Grids, ...] = (((4, 6), (16, 18), (2, 2)), ((16, 4), (2, 6)), ((2, 2), (2, 2)))
 # The calls that wrong models run too, on noise: what an image shows, what a clip shows, what several items show.
 DIRECTION_CALLS: tuple[GoldenSize, ...] = (
     *((1, (grid,)) for grid in DIRECTION_GRIDS),
-    (CLIP_FRAMES, CLIP_GRIDS[:1]),
+    CLIPS[1],
     (1, SEVERAL[0]),
 )
 
@@ -128,8 +128,7 @@ def plan_cases(config: VisionConfig, options: GoldenOptions, rule: PreprocessRul
     """
     photo = options.images[0] if options.images else default_photo()
     default: list[GoldenSize] = [(1, (grid,)) for grid in (*DEFAULT_GRIDS, *DIRECTION_GRIDS)]
-    if config.max_frames >= CLIP_FRAMES:
-        default += [(CLIP_FRAMES, (grid,)) for grid in CLIP_GRIDS]
+    default += [clip for clip in CLIPS if clip[0] <= config.max_frames]
     if options.packing == "packed":
         default += [(1, grids) for grids in SEVERAL]
     calls = [call for call in default if _tokens(call) <= options.max_patches]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: latency of a case
 JSON_NAME = "report.json"
 JUNIT_NAME = "junit.xml"
 _SHOWN_FINDINGS = 12  # lines under the table; all of them stand in report.json

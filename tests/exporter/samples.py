@@ -13,7 +13,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from exporter.manifest import Manifest, PluginRecord, Runtime, Source, Validation, record_files, write_manifest
+from exporter.manifest import (
+    SCHEMA_VERSION,
+    Manifest,
+    PluginRecord,
+    Runtime,
+    Source,
+    Validation,
+    record_files,
+    write_manifest,
+)
 from exporter.validation.evidence import (
     BackendInfo,
     CaseEvidence,
@@ -203,7 +212,7 @@ def manifest_of(folder: Path, kind: str, validation: Validation | None = None, *
     """A manifest over the files that lie in a folder."""
     engine = kind == "engine"
     manifest = Manifest(
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         kind=kind,
         artifact="vision_tower.engine" if engine else "vision_tower.onnx",
         source=Source("random:tiny", None, "kimi_k25", SHA, {"hidden_size": 1152}, "cd" * 32, SHA if engine else None),

@@ -126,7 +126,7 @@ def edited(name: str, *keys: Any, value: Any) -> Damage:
     return damage
 
 
-VERSIONS = (0, 2, -1, 1.0, "1", None, True, 10**400)
+VERSIONS = (0, 3, -1, 1.0, "1", None, True, 10**400)
 SIZES = (-1, 0, 2**31, 2**62, 10**300, 1.5, "9", None)
 NAMES = ("/etc/hostname", "../vision_tower.onnx", "a/../../b", "", "a\\b", "a\0b")
 

@@ -413,3 +413,24 @@ BAD_RECORDS = {
 def test_evidence_that_contradicts_itself_cannot_be_made(make):
     with pytest.raises(ValueError, match=r"\w+ .*\w+"):  # a sentence
         make()
+
+
+def test_a_corner_is_covered_only_by_a_case_that_ran_in_its_profile():
+    """A call that fits two profiles runs in the tighter one, so the other's corner was never computed."""
+    wide = Profile("wide", Shape(1, 4, 1), Shape(1, 64, 1), Shape(4, 4096, 1))
+    tight = Profile("tight", Shape(1, 4, 1), Shape(1, 64, 1), Shape(1, 64, 1))
+    grids = {"a": (1, ((2, 2),)), "b": (1, ((8, 8),)), "c": (4, ((64, 64),))}
+    found = [
+        CaseEvidence(name, "noise", frames, call, FLOOR, "compared", "", GOOD, ())
+        for name, (frames, call) in grids.items()
+    ]
+    by_corner = {(entry.profile, entry.corner): entry.case for entry in gate.cover((wide, tight), found)}
+    assert by_corner == {
+        ("wide", "min"): None,
+        ("wide", "opt"): None,
+        ("wide", "max"): "c",
+        ("tight", "min"): "a",
+        ("tight", "opt"): "b",
+        ("tight", "max"): "b",
+    }
+    assert {entry.case for entry in gate.cover((wide,), found)} == {"a", "b", "c"}

@@ -16,7 +16,7 @@ from exporter.commands.options import GridSize
 from exporter.errors import Usage
 from exporter.onnx_artifact import OnnxRequest, _plain_options
 from exporter.validation.golden_cases import (
-    CLIP_GRIDS,
+    CLIPS,
     DEFAULT_GRIDS,
     DIRECTION_CALLS,
     GoldenOptions,
@@ -52,7 +52,7 @@ def test_every_call_has_one_photo_and_one_noise_input(options: GoldenOptions) ->
 def test_the_default_calls_fill_a_profile_of_4096_tokens_with_images_and_with_clips() -> None:
     found = calls(BF16)
     assert {(1, (grid,)) for grid in DEFAULT_GRIDS} < found
-    assert {(4, (grid,)) for grid in CLIP_GRIDS} < found
+    assert set(CLIPS) < found
     assert 4096 - 4 * 2 * 34 < 4 * 30 * 34 <= 4096  # no more rows of this width would fit
     assert (4, ((30, 34),)) in found and (1, ((64, 64),)) in found
     assert all(frames == 1 for frames, _ in calls(BF16, "tiny-vl"))  # Kimi-VL has no clips
@@ -68,7 +68,7 @@ def test_a_clip_counts_all_its_frames_against_the_limit(limit: int, clips: int) 
 def test_what_is_asked_for_comes_beyond_the_limit_and_only_once() -> None:
     sizes = ((1, ((16, 16),)), (1, ((80, 60),)), (4, ((10, 12),)), (3, ((4, 6),)), (3, ((4, 6),)))
     cases = plan(dataclasses.replace(BF16, max_patches=300, sizes=sizes))
-    names = ("2x2", "16x16", "80x60", "clip4-10x12", "clip3-4x6")
+    names = ("2x2", "16x16", "clip2-2x2", "80x60", "clip4-10x12", "clip3-4x6")
     assert [case.name for case in cases] == [f"{name}-{kind}" for name in names for kind in ("photo", "noise")]
 
 

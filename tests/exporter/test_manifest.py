@@ -103,7 +103,7 @@ def test_a_plain_name_is_taken(name):
 
 FIRST = ("validation", "evidence", "cases", 0)
 BAD = {
-    "another schema": (("schema_version",), 2),
+    "another schema": (("schema_version",), 1),
     "no schema": (("schema_version",), None),
     "unknown kind": (("kind",), "plan"),
     "artifact not among the files": (("artifact",), "other.onnx"),

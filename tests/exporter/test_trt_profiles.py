@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from exporter.errors import Usage
 from exporter.trt.profiles import (
     attention_bytes,
-    contains,
     default_profiles,
     describe,
     gibibytes,
@@ -18,22 +17,27 @@ from exporter.trt.profiles import (
     tokens,
     uncovered,
 )
-from exporter.validation.evidence import Profile, Shape
+from exporter.validation.evidence import Profile, Shape, contains
 
 # the shapes of a default golden set: seven single grids, two for directions, two clips, two calls of several items
 SINGLE = [Shape(1, patches, 1) for patches in (4, 256, 320, 1656, 3072, 4096)]
-CLIPS = [Shape(4, 120, 1), Shape(4, 1020, 1)]
-SEVERAL = [Shape(1, 316, 3), Shape(1, 76, 2)]
+CLIPS = [Shape(2, 4, 1), Shape(4, 120, 1), Shape(4, 1020, 1)]
+SEVERAL = [Shape(1, 316, 3), Shape(1, 76, 2), Shape(1, 8, 2)]
 shapes = st.builds(Shape, st.integers(1, 4), st.integers(1, 1024).map(lambda n: 4 * n), st.integers(1, 3))
 
 
 def test_default_profiles_are_those_of_the_golden_set():
     images, clips, packed = default_profiles([*SINGLE, *CLIPS, *SEVERAL])
     assert images == Profile("images", Shape(1, 4, 1), Shape(1, 1656, 1), Shape(1, 4096, 1))
-    assert (clips.min, clips.max) == (Shape(1, 4, 1), Shape(4, 1020, 1))
-    assert (packed.min, packed.max) == (Shape(1, 4, 1), Shape(1, 316, 3))
+    assert clips == Profile("clips", Shape(2, 4, 1), Shape(4, 1020, 1), Shape(4, 1020, 1))
+    assert packed == Profile("packed", Shape(1, 8, 2), Shape(1, 316, 3), Shape(1, 316, 3))
     assert uncovered((images, clips, packed), [*SINGLE, *CLIPS, *SEVERAL]) == []
-    assert uncovered((images,), SINGLE[:-1]) == ["max of profile images (1 frames, 4096 patches, 1 items)"]
+    (line,) = uncovered((images,), SINGLE[:-1])
+    assert line == "the max of profile images (1 frames, 4096 patches, 1 items) has no golden case"
+    tight = Profile("tight", Shape(1, 4, 1), Shape(1, 256, 1), Shape(1, 256, 1))
+    (line,) = uncovered((images, tight), SINGLE)
+    assert "min of profile images" in line
+    assert "runs in tight, which is tighter" in line
 
 
 def test_larger_cases_are_left_to_the_option():
@@ -134,8 +138,8 @@ def test_a_call_goes_to_a_profile_that_holds_it_or_is_refused(corners, shape):
 def test_memory_of_attention_is_that_of_its_formula():
     profile = Profile("p", Shape(1, 4, 1), Shape(1, 1024, 1), Shape(4, 4096, 1))
     # 16 heads, 16384 x 16384 logits and as many probabilities, 2 bytes each: 16 GiB; a mask adds one 32nd
-    assert attention_bytes([profile], 16, "bfloat16", packed=False) == 16 << 30
-    assert attention_bytes([profile], 16, "float32", packed=True) == (32 << 30) + (1 << 30)
+    assert attention_bytes([profile], 16, 2, packed=False) == 16 << 30
+    assert attention_bytes([profile], 16, 4, packed=True) == (32 << 30) + (1 << 30)
     assert gibibytes(16 << 30) == "16 GiB"
     assert gibibytes(1536) == "1.5 KiB"
 

@@ -14,6 +14,7 @@ import pytest
 from exporter.errors import BadInput, MissingRequirement
 from exporter.manifest import PluginRecord, Runtime, write_manifest
 from exporter.trt import runtime
+from exporter.trt.arrays import view
 from exporter.trt.cuda import Cuda, CudaError
 from exporter.trt.runtime import check_place, open_engine
 from exporter.validation.latency import percentiles
@@ -117,6 +118,22 @@ def test_gpu_arrays_are_read_and_written_where_they_lie(tmp_path):
         strides = tuple(8 * stride for stride in inputs["pixel_values"].strides)
         with pytest.raises(ValueError, match="not dense"):
             engine.run({**given, "pixel_values": DeviceArray(inputs["pixel_values"], strides)})
+
+
+def test_the_producer_of_a_gpu_array_is_waited_for(tmp_path, monkeypatch):
+    """Version 3 names a stream, or says that nothing is pending; version 2 says nothing, so all is waited for."""
+    waited = []
+    api = FakeCudaApi()
+    api.cudaStreamSynchronize = lambda stream: (waited.append(stream), (0,))[1]
+    api.cudaDeviceSynchronize = lambda: (waited.append("all"), (0,))[1]
+    monkeypatch.setattr("exporter.trt.cuda.runtime_api", lambda: api)
+    values = np.zeros((2, 3), dtype=np.float32)
+    for stream in (None, 1, 2):
+        view(DeviceArray(values, stream=stream), "x", stream=77)
+    old = DeviceArray(values)
+    del old.__cuda_array_interface__["stream"]
+    view(old, "x", stream=77)
+    assert waited == [1, 2, "all"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -286,7 +286,7 @@ def test_an_engine_judged_by_onnx_runtime_is_not_validated(engine_folder):
     assert code(engine_folder, anywhere=True) == 7
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"schema_version": 1}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"schema_version": 2}'])
 def test_a_damaged_manifest(onnx_folder, text):
     (onnx_folder / "manifest.json").write_text(text)
     assert code(onnx_folder) == 3
