@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import Any
 
@@ -85,7 +86,14 @@ def cli(debug: bool) -> None:
 
 def main() -> None:
     """Run the command line and exit with the code that the design gives to the outcome."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminate)
     sys.exit(run(sys.argv[1:]))
+
+
+def _terminate(number: int, _frame: object) -> None:
+    """End in order, so that no temporary folder of some gigabytes stays behind."""
+    sys.exit(128 + number)
 
 
 def run(arguments: list[str]) -> int:

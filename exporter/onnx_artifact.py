@@ -118,7 +118,7 @@ def make_onnx(request: OnnxRequest, progress: Progress) -> OnnxArtifact:
             report = None
             if request.golden:
                 with clock.step("validate"), OrtBackend(folder / MODEL_FILE) as backend:
-                    manifest, report = judge_folder(folder, backend, progress=_counted("validate", progress))
+                    manifest, report = judge_folder(folder, backend, manifest, progress=_counted("validate", progress))
                 _refuse_failed(report)
                 manifest = dataclasses.replace(manifest, seconds=clock.seconds, peak_memory_bytes=peak_memory())
                 write_manifest(folder, manifest)

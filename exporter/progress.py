@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_SILENCE = 60.0  # seconds after which a log hears that a long step goes on
 Tell = Callable[[str, int, int], None]
 
 
@@ -29,11 +30,14 @@ def progress(quiet: bool = False) -> Iterator[Tell]:
             yield tell
         return
     phases: set[str] = set()
+    last = start
 
     def line(step: str, _done: int, total: int) -> None:
+        nonlocal last
         phase = step.partition(" ")[0]
-        if phase not in phases:
+        if phase not in phases or time.monotonic() - last > _SILENCE:
             phases.add(phase)
+            last = time.monotonic()
             count = f" ({total} parts)" if total > 1 else ""
             print(f"[{time.monotonic() - start:7.1f} s] {phase}{count}", file=sys.stderr, flush=True)  # noqa: T201
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,7 @@ def command(
         raise Usage(f"--factor {factor}: expected a number above 0")
     if max_latency is not None and not max_latency > 0:
         raise Usage(f"--max-latency {max_latency}: expected milliseconds above 0")
+    _check_writable(artifact, output)
     with progress() as tell:
 
         def told(name: str, number: int, total: int) -> None:
@@ -76,6 +78,18 @@ def command(
     _finish(report, output, as_json, max_latency)
 
 
+def _check_writable(artifact: Path, output: Path | None) -> None:
+    """Find out before the run whether its outcome can be written down."""
+    try:
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Usage(f"-o {output}: {error.strerror}; choose another folder") from error
+    folder = output or (artifact if artifact.is_dir() else None)
+    if folder is not None and not os.access(folder, os.W_OK):
+        raise Usage(f"{folder} cannot be written, so the report has no place; make it writable, or copy the artifact")
+
+
 def _folder(artifact: Path, backend: str | None, only: tuple[str, ...], factor: float, told: Told) -> Report:
     from exporter.manifest import check_files, read_manifest
     from exporter.validation.judging import judge_folder
@@ -85,7 +99,7 @@ def _folder(artifact: Path, backend: str | None, only: tuple[str, ...], factor: 
     if not any(name.startswith("golden/") for name in manifest.files):
         raise BadInput(f"{artifact} has no golden set; record one with kvit-export golden and pass --golden")
     with _folder_backend(artifact, manifest, backend) as runner:
-        return judge_folder(artifact, runner, limit_scale=factor, only=only or None, progress=told)[1]
+        return judge_folder(artifact, runner, manifest, limit_scale=factor, only=only or None, progress=told)[1]
 
 
 def _folder_backend(artifact: Path, manifest: Manifest, backend: str | None) -> AbstractContextManager[Backend]:
@@ -137,6 +151,8 @@ def _other(
     elif manifest is not None:
         runner = _folder_backend(artifact, manifest, backend)
     else:
+        if kind == "engine" and backend not in (None, "engine"):
+            raise Usage(f"--backend {backend}: {path} is an engine, which TensorRT alone runs")
         runner = _bare_engine(path, flavor) if kind == "engine" else _onnx_backend(path, backend)
     with runner as ready:
         return judge_file(path, kind, ready, opened, limit_scale=factor, only=only or None, progress=told)
@@ -147,9 +163,14 @@ def _bare_engine(path: Path, flavor: str | None) -> AbstractContextManager[Backe
     from exporter.trt.backend import EngineBackend
     from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 
-    if not path.stat().st_size:
+    try:
+        size = path.stat().st_size
+        file = path.open("rb")
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}") from error
+    if not size:
         raise BadInput(f"{path} is empty; fetch an intact copy or build it again")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         plugin = content.find(FUSED_QK_ROPE.onnx_name.encode()) >= 0
     return EngineBackend(path, flavor, v3_plugin=plugin)
 
@@ -169,7 +190,6 @@ def _finish(report: Report, output: Path | None, as_json: bool, max_latency: flo
     from exporter.validation.report import error_for, print_report, write_report
 
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         write_report(output, report)
     if as_json:
         click.echo(to_text(report), nl=False)

@@ -100,13 +100,20 @@ def _cuda_interface(value: object) -> dict[str, Any] | None:
 def _from_numpy(value: NDArray[Any], name: str, writable: bool) -> ArrayView:
     if writable and not (value.flags.c_contiguous and value.flags.writeable):
         raise ValueError(f"{name} must be writable and dense in C order to receive an output")
+    if not value.dtype.isnative:
+        if writable:
+            raise TypeError(f"{name} has another byte order than this machine")
+        value = value.astype(value.dtype.newbyteorder("="))
     dense = np.ascontiguousarray(value)
     return ArrayView(dense.ctypes.data, tuple(value.shape), value.dtype.name, False, 0, dense)
 
 
 def _from_cuda_interface(value: object, interface: dict[str, Any], name: str, writable: bool) -> ArrayView:
     shape = tuple(int(length) for length in interface["shape"])
-    dtype = np.dtype(interface["typestr"]).name
+    kind = np.dtype(interface["typestr"])
+    if not kind.isnative:
+        raise TypeError(f"{name} has another byte order than this machine")
+    dtype = kind.name
     address, read_only = interface["data"]
     _check_dense(shape, interface.get("strides"), item_bytes(dtype), name)
     if writable and read_only:
@@ -164,7 +171,10 @@ def _from_dlpack(value: Any, name: str, stream: int) -> ArrayView:  # noqa: ANN4
     kind, device = (int(part) for part in value.__dlpack_device__())
     if kind not in _DL_CUDA + _DL_HOST:
         raise TypeError(f"{name} lies on a device of DLPack type {kind}, which is no CUDA GPU")
-    capsule = value.__dlpack__(stream=stream) if kind in _DL_CUDA else value.__dlpack__()
+    try:
+        capsule = value.__dlpack__(stream=stream) if kind in _DL_CUDA else value.__dlpack__()
+    except BufferError as error:
+        raise ValueError(f"{name} cannot be shared: {error}") from error
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     tensor = _DlTensor.from_address(pointer(capsule, b"dltensor"))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from exporter.errors import BadInput
+from exporter.errors import BadInput, KvitError
 from exporter.manifest import Manifest
 from exporter.trt.child import Child, ChildDiedError
 from exporter.trt.engine_worker import Lost, Open, Opened, Ran, Refused, Run
@@ -38,7 +38,8 @@ def open_backend(folder: Path, manifest: Manifest) -> EngineBackend:
     """
     flavor = check_place(folder, manifest, cuda_capability())
     v3 = manifest.plugin is not None and manifest.plugin.kind == "v3"
-    backend = EngineBackend(folder / manifest.artifact, flavor.name, v3_plugin=v3)
+    wanted = manifest.files[manifest.artifact].sha256
+    backend = EngineBackend(folder / manifest.artifact, flavor.name, v3_plugin=v3, sha256=wanted)
     if engine_profiles(backend.profiles) != engine_profiles(manifest.profiles):
         backend.close()
         raise BadInput(f"{folder}: the engine has other profiles than its manifest says; build it again")
@@ -55,20 +56,21 @@ class EngineBackend:
         layers: layers of the built engine by type and precision.
     """
 
-    def __init__(self, path: Path, flavor: str | None, *, v3_plugin: bool = False) -> None:
+    def __init__(self, path: Path, flavor: str | None, *, v3_plugin: bool = False, sha256: str | None = None) -> None:
         """Load an engine in a process of its own.
 
         Args:
             path: the engine file.
             flavor: name of the TensorRT that shall run it; None for whichever is installed.
             v3_plugin: it holds Python plugins.
+            sha256: of the file that shall be judged; None takes what is there.
 
         Raises:
-            BadInput: it cannot be loaded.
+            BadInput: it cannot be loaded, or another file lies there now.
             MissingRequirement: no GPU, no TensorRT or no cuda-bindings.
         """
         self.name = "engine"
-        self._order = Open(str(path), flavor, v3_plugin)
+        self._order, self._sha256 = Open(str(path), flavor, v3_plugin), sha256
         self._latency: Latency | None = None
         self._child: Child | None = None
         opened = self._start()
@@ -88,6 +90,10 @@ class EngineBackend:
             raise
         if not isinstance(opened, Opened):
             raise TypeError(f"the engine's process answered {type(opened).__name__}")
+        self._sha256 = self._sha256 or opened.sha256  # a new process must load the same file
+        if opened.sha256 != self._sha256:
+            child.close()
+            raise BadInput(f"{self._order.path} was replaced while it was being validated; validate it again")
         self._child = child
         return opened
 
@@ -130,7 +136,7 @@ class EngineBackend:
                 raise RunCrashedError("the engine could not be loaded again")
             child.send(job)
             answer = child.receive(_CASE_SECONDS)
-        except (ChildDiedError, BadInput) as error:
+        except (ChildDiedError, KvitError) as error:  # a GPU that is gone after a crash is an outcome of the crash
             self.close()
             raise RunCrashedError(str(error)) from error
         if not isinstance(answer, Ran | Refused | Lost):

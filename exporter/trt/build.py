@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -34,7 +35,8 @@ from exporter.trt.flavor import Flavor, check_targets, choose
 from exporter.trt.job import BuildJob, Built, Phase, PluginKind
 from exporter.validation.evidence import Profile, Shape
 from exporter.validation.gate import Verdict
-from exporter.validation.golden_format import read_golden_header
+from exporter.validation.golden import open_golden
+from exporter.validation.golden_format import JSON_NAME, TENSORS_NAME, read_golden_header
 from exporter.validation.gpu import cuda_capability
 from exporter.validation.judging import judge_folder
 from exporter.validation.report import Report
@@ -154,6 +156,9 @@ def plan_build(request: TrtRequest, gpu: str | None) -> Plan:
     if request.timing_cache is not None and not flavor.timing_cache:
         raise Usage(f"--timing-cache: {flavor} measures no kernels, so there is nothing to keep")
     golden = request.golden or (request.folder / GOLDEN_FOLDER if _has_golden(source) else None)
+    if request.golden is not None:
+        open_golden(request.golden)  # the model's own set was hashed with the model
+    _check_places(request, golden)
     shapes = _golden_shapes(golden, source)
     config = VisionConfig.from_dict(dict(source.source.config))
     packed = source.packing == "packed"
@@ -184,9 +189,38 @@ def _read_source(folder: Path) -> Manifest:
         raise BadInput(f"{folder} holds an engine; give the folder that kvit-export onnx wrote")
     check_files(folder, manifest)
     validation = manifest.validation
+    plugin = manifest.plugin
+    if plugin is not None and plugin.version != str(FUSED_QK_ROPE.version):
+        raise BadInput(
+            f"{folder} has version {plugin.version} of {plugin.name}, this program version {FUSED_QK_ROPE.version}; "
+            "export it again"
+        )
     if validation is not None and validation.judgement.verdict is Verdict.FAILED:
         raise ValidationFailed(f"{folder} FAILED its validation, so no engine is built from it; see its report.json")
     return manifest
+
+
+def _check_places(request: TrtRequest, golden: Path | None) -> None:
+    """Refuse an output that would replace what the build reads, and folders that cannot take what it keeps."""
+    output = request.output.resolve()
+    for used in filter(None, (request.folder, golden)):
+        place = used.resolve()
+        if output == place or output in place.parents or (used == golden and place in output.parents):
+            raise Usage(f"-o {request.output}: {used} is read by this build; choose a folder apart from it")
+    for option, path in (("--cache", request.cache), ("--timing-cache", request.timing_cache)):
+        if path is None:
+            continue
+        if output == path.resolve() or output in path.resolve().parents:
+            raise Usage(f"{option} {path} lies in the output; choose another place")
+        folder = path if option == "--cache" else path.parent
+        try:
+            if option == "--cache":
+                folder.mkdir(parents=True, exist_ok=True)
+            readable = not path.exists() or os.access(path, os.R_OK)
+        except OSError as error:
+            raise Usage(f"{option} {path}: {error.strerror}; choose another place") from error
+        if not (folder.is_dir() and os.access(folder, os.W_OK) and readable):
+            raise Usage(f"{option} {path}: the folder is missing or cannot be written; choose another place")
 
 
 def _check_readable(source: Manifest, flavor: Flavor) -> None:
@@ -196,7 +230,7 @@ def _check_readable(source: Manifest, flavor: Flavor) -> None:
         needs.append("--dtype fp16 or fp32")
     if not flavor.attention_op and source.attention == "op":
         needs.append("--attention plain")
-    if not flavor.attention_op and source.rope == "standard":
+    if not flavor.rotary_op and source.rope == "standard":
         needs.append("--rope plugin")
     if needs:
         raise Usage(f"{flavor} cannot read this graph; export again with {' and '.join(needs)}")
@@ -210,9 +244,11 @@ def _golden_shapes(golden: Path | None, source: Manifest) -> list[Shape]:
     if golden is None:
         return []
     header = read_golden_header(golden)
-    if header.dtype != source.dtype or header.weights_sha256 != source.source.weights_sha256:
+    found = (header.dtype, header.weights_sha256, header.config_sha256)
+    if found != (source.dtype, source.source.weights_sha256, source.source.config_sha256):
         raise BadInput(
-            f"the golden set in {golden} is of another dtype or other weights than the model; record it again"
+            f"the golden set in {golden} is of another dtype, other weights or another config than the model; record "
+            "it again"
         )
     return [case.shape for case in header.cases]
 
@@ -267,8 +303,9 @@ def make_engine(request: TrtRequest, progress: Progress, say: Callable[[str], No
                 cached = built is not None
                 if built is None:
                     built = _build(job, plan.flavor, progress)
+                    check_files(request.folder, plan.source)  # the model may have been replaced while it was being read
                     if cache is not None:
-                        cache.store(keys, folder / ENGINE_FILE, built)
+                        _store(cache, keys, folder / ENGINE_FILE, built, say)
             _check_warnings(built, strict=request.strict)
             if plan.golden is not None:
                 _take_golden(plan.golden, folder / GOLDEN_FOLDER)
@@ -345,16 +382,30 @@ def _build(job: BuildJob, flavor: Flavor, progress: Progress) -> Built:
     with Child("exporter.trt.builder:serve", f"the process in which {flavor} builds") as child:
         try:
             child.send(job)
+            phase = "build"
             while True:
+                while not child.poll(1.0):
+                    progress(phase, 0, 1)  # the time goes on, though TensorRT says nothing for minutes
                 message = child.receive()
                 if isinstance(message, Built):
                     return message
                 if isinstance(message, Phase):
-                    progress(message.name, 0, 1)
+                    phase = message.name
+                    progress(phase, 0, 1)
         except ChildDiedError as error:
             raise BuildFailed(f"{error}; try --no-plugin or another --opt-level") from error
         finally:
             shutil.rmtree(Path(job.engine).parent / ".lowered", ignore_errors=True)
+
+
+def _store(
+    cache: EngineCache, keys: dict[str, Any], engine: Path, built: Built, say: Callable[[str], None] | None
+) -> None:
+    """Keep the engine; a cache that cannot be written is no reason to lose it."""
+    try:
+        cache.store(keys, engine, built)
+    except OSError as error:
+        (say or (lambda _line: None))(f"the engine was not kept in the cache: {error.strerror}")
 
 
 def _check_warnings(built: Built, *, strict: bool) -> None:
@@ -367,8 +418,8 @@ def _check_warnings(built: Built, *, strict: bool) -> None:
 
 def _take_golden(source: Path, target: Path) -> None:
     target.mkdir()
-    for path in sorted(source.iterdir()):
-        link_or_copy(path, target / path.name)
+    for name in (JSON_NAME, TENSORS_NAME):
+        link_or_copy(source / name, target / name)
 
 
 def _manifest(
@@ -443,11 +494,11 @@ def _judge(
         except BadInput as error:
             raise BuildFailed(f"{plan.flavor} built an engine that does not load: {error.message}") from error
         with backend:
-            if backend.layers:
-                manifest = dataclasses.replace(manifest, layers=backend.layers)
-                write_manifest(folder, manifest)
             manifest, report = judge_folder(
-                folder, backend, progress=lambda name, number, total: progress(f"validate {name}", number - 1, total)
+                folder,
+                backend,
+                manifest,
+                progress=lambda name, number, total: progress(f"validate {name}", number - 1, total),
             )
     manifest = dataclasses.replace(manifest, seconds={**manifest.seconds, **clock.seconds})
     write_manifest(folder, manifest)

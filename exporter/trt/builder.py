@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -55,9 +56,12 @@ class _Build:
         self.seconds: dict[str, float] = {}
 
     def run(self) -> Built:
-        builder = self.trt.Builder(self.log)
-        if builder is None:
-            raise MissingRequirement(f"{self.flavor} cannot start: {self.log.first_error()}")
+        try:
+            builder = self.trt.Builder(self.log)
+        except TypeError as error:  # what the bindings make of a null pointer
+            raise MissingRequirement(
+                f"{self.flavor} cannot start: {self.log.first_error()}; check nvidia-smi"
+            ) from error
         with self.step("parse"):
             self._prepare_plugin()
             network, pinned = self._parse(builder)
@@ -163,7 +167,7 @@ class _Build:
         name, operator = (getattr(first, key, lambda: "")() for key in ("node_name", "node_operator"))
         where = f"node {name} ({operator}): " if name or operator else f"node number {first.node()}: "
         hint = ""
-        if "Plugin not found" in first.desc():
+        if operator == FUSED_QK_ROPE.onnx_name:
             hint = (
                 f"; it needs the plugin {FUSED_QK_ROPE.onnx_name}, version {FUSED_QK_ROPE.version}, namespace "
                 f"{FUSED_QK_ROPE.domain}: export again with this kvit-export, whose graphs also work without it"
@@ -368,13 +372,16 @@ def _node_name(layer: str, names: frozenset[str]) -> str | None:
 
 
 def _monitor(trt: Trt, connection: Connection) -> Any:  # noqa: ANN401
+    lock = threading.Lock()
+
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             if not parent_phase or num_steps == 1:  # the long ones: most of a build is one phase of one step
-                connection.send(Phase(f"build: {phase_name}"))
+                with lock:  # TensorRT calls from several threads
+                    connection.send(Phase(f"build: {phase_name}"))
 
         def phase_finish(self, phase_name: str) -> None: ...
 

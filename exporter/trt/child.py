@@ -1,7 +1,6 @@
 """A process of its own for TensorRT: when it crashes or hangs, that is an outcome to report and not our end.
 
-The child runs one function of this package, which talks to its parent over one connection. Run as a module it is that
-child: ``python -m exporter.trt.child FD MODULE:FUNCTION``.
+The child runs one function, which talks to its parent over one connection. It ends with the thread that started it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from exporter.errors import KvitError, one_line
+from exporter.errors import BuildFailed, KvitError, one_line
 
 _PR_SET_PDEATHSIG = 1
+# Python puts the working directory first: a user's onnx.py must not run in place of the package
+_START = """
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+from exporter.trt.child import main
+main(int(sys.argv[1]), sys.argv[2])
+"""
 _TAIL = 2000  # bytes of the child's own output that a message may quote from
 
 
@@ -45,7 +51,7 @@ class Child:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "exporter.trt.child", str(theirs.fileno()), function],
+                [sys.executable, "-c", _START, str(theirs.fileno()), function],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
@@ -65,6 +71,13 @@ class Child:
             self._connection.send(message)
         except OSError as error:
             raise self._died() from error
+
+    def poll(self, seconds: float) -> bool:
+        """Whether a message, or the child's end, is there; waits at most so long."""
+        try:
+            return self._connection.poll(seconds)
+        except OSError:
+            return True
 
     def receive(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - whatever the two ends agreed on
         """Wait for a message.
@@ -131,7 +144,13 @@ def _search_path() -> str:
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _main(descriptor: int, function: str) -> None:
+def main(descriptor: int, function: str) -> None:
+    """Run the child's function, and tell its parent of a fault that the user can act on.
+
+    Args:
+        descriptor: of the child's end of the connection.
+        function: ``MODULE:FUNCTION``.
+    """
     # a parent that was killed must not leave a build behind that nobody waits for
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(descriptor)
@@ -141,7 +160,6 @@ def _main(descriptor: int, function: str) -> None:
     except KvitError as error:
         with contextlib.suppress(OSError):
             connection.send(error)
-
-
-if __name__ == "__main__":
-    _main(int(sys.argv[1]), sys.argv[2])
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            connection.send(BuildFailed(f"{error.filename or 'a file'}: {error.strerror or error}"))

@@ -76,6 +76,10 @@ class Cuda:
             raise CudaError(f"{name}: {said} (error {int(code)})")
         return values[0] if len(values) == 1 else tuple(values) or None
 
+    def activate(self) -> None:
+        """Make this GPU the current one of the calling thread; other libraries and threads choose their own."""
+        self.call("cudaSetDevice", self.device)
+
     def allocate(self, size: int) -> int:
         """Allocate device memory; returns its address."""
         return int(self.call("cudaMalloc", max(size, 1)))

@@ -49,12 +49,14 @@ class Opened:
         dtype: of the engine.
         profiles: as the engine itself has them.
         layers: layers of the built engine by type and precision, where TensorRT tells.
+        sha256: of the bytes that were loaded.
     """
 
     info: BackendInfo
     dtype: DType
     profiles: tuple[Profile, ...]
     layers: Mapping[str, int]
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _open(order: Open) -> Engine:
 def _describe(engine: Engine) -> Opened:
     flavor, cuda = engine.flavor, engine.cuda
     info = BackendInfo(flavor.name, flavor.version, cuda.name, capability=cuda.capability)
-    return Opened(info, engine.dtype, engine.profiles, count_layers(engine.layers()))
+    return Opened(info, engine.dtype, engine.profiles, count_layers(engine.layers()), engine.sha256)
 
 
 def count_layers(layers: list[dict[str, Any]]) -> dict[str, int]:

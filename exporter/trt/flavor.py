@@ -31,7 +31,8 @@ class Flavor:
             is built for the GPU at hand.
         timing_cache: measured kernel times can be kept between builds; TensorRT-RTX measures none.
         stream_build: the engine can be written to a file piece by piece.
-        attention_op: its parser reads ONNX Attention and RotaryEmbedding (opset 23).
+        attention_op: its parser reads ONNX Attention (opset 23).
+        rotary_op: its parser reads ONNX RotaryEmbedding (opset 23).
         module: the imported module.
     """
 
@@ -44,6 +45,7 @@ class Flavor:
     timing_cache: bool
     stream_build: bool
     attention_op: bool
+    rotary_op: bool
     module: ModuleType = field(repr=False, compare=False)
 
     @property
@@ -72,15 +74,24 @@ def installed(name: str) -> Flavor | None:
     Raises:
         MissingRequirement: it is installed and cannot be loaded.
     """
-    try:
-        trt = importlib.import_module(name)
-    except ModuleNotFoundError:
+    if name not in FLAVOURS:  # it may come out of a manifest
         return None
-    except (ImportError, OSError, RuntimeError) as error:  # the wheel is there and one of its libraries is not
-        raise MissingRequirement(
-            f"{name} is installed and cannot be loaded: {one_line(str(error))[:200]}; reinstall it, or choose --flavor"
-        ) from error
-    return ask(trt, name)
+    try:
+        return ask(importlib.import_module(name), name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return None
+        broken: Exception = error
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+        AttributeError,
+    ) as error:  # a library is missing, or it is another module
+        broken = error
+    raise MissingRequirement(
+        f"{name} is installed and cannot be loaded: {one_line(str(broken))[:200]}; reinstall it, or choose --flavor"
+    ) from broken
 
 
 def ask(trt: ModuleType, name: str) -> Flavor:
@@ -102,6 +113,7 @@ def ask(trt: ModuleType, name: str) -> Flavor:
         timing_cache=not targets and hasattr(trt.IBuilderConfig, "create_timing_cache"),
         stream_build=hasattr(trt.Builder, "build_serialized_network_to_stream"),
         attention_op=hasattr(trt, "IAttention"),
+        rotary_op=hasattr(trt, "IRotaryEmbeddingLayer"),
         module=trt,
     )
 

@@ -7,6 +7,7 @@ with open_engine(Path("engine/")) as engine:
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,6 +33,7 @@ from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 from plugins.fused_qk_rope.tensorrt_kernels import forget_errors, last_error
 
 _PATCH_VALUES = 588
+_ALIGNMENT = 256  # bytes, of every address given to TensorRT (NvInferRuntime.h, setTensorAddress)
 _TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
 
 
@@ -117,6 +119,7 @@ class Engine:
         profiles: as the engine itself has them.
         cuda: the GPU that it runs on.
         flavor: the TensorRT that runs it.
+        sha256: of the file as it was loaded.
     """
 
     def __init__(
@@ -145,14 +148,18 @@ class Engine:
         self.cuda = cuda or Cuda(device)
         trt = flavor.module
         self._log = make_logger(trt)
+        self._no_plugin: RuntimeError | None = None
         if v3_plugin:
             from plugins.fused_qk_rope.tensorrt_v3 import register_v3_runtime
 
             try:
                 register_v3_runtime(trt)
             except RuntimeError as error:
-                raise MissingRequirement(str(error)) from error
-        self._runtime = trt.Runtime(self._log)
+                self._no_plugin = error  # it matters only if the engine needs it
+        try:
+            self._runtime = trt.Runtime(self._log)
+        except TypeError as error:  # what the bindings make of a null pointer
+            raise MissingRequirement(f"{flavor} cannot start: {self._log.first_error()}; check nvidia-smi") from error
         self._engine: Any = self._load(path)
         self._context: Any = self._engine.create_execution_context()
         if self._context is None:
@@ -173,9 +180,12 @@ class Engine:
             data = path.read_bytes()
         except OSError as error:
             raise BadInput(f"cannot read {path}: {error.strerror}") from error
+        self.sha256 = hashlib.sha256(data).hexdigest()
         forget_errors()
         engine = self._runtime.deserialize_cuda_engine(data) if data else None
         if engine is None:
+            if data and self._no_plugin is not None:
+                raise MissingRequirement(f"{path} cannot be loaded: {self._no_plugin}")
             reason = str(last_error() or self._log.first_error()) if data else "it is empty"
             raise BadInput(f"{self.flavor} cannot load {path}: {reason}")
         return engine
@@ -259,6 +269,7 @@ class Engine:
         return call.result, latency
 
     def _prepare(self, inputs: Mapping[str, object], outputs: Mapping[str, object] | None) -> _Call:
+        self.cuda.activate()
         _check_names(inputs, INPUTS, "input")
         if outputs is not None:
             _check_names(outputs, (OUTPUT,), "output")
@@ -325,18 +336,21 @@ class Engine:
         self.cuda.record(started)
         for name, array in ((INPUTS[0], call.pixels), (INPUTS[1], call.grids)):
             address = array.address
-            if not array.on_device:
+            if not _is_bindable(array):
                 address = self._buffers[name].reserve(array.size)
-                self.cuda.to_device(address, array.address, array.size)
+                copy = self.cuda.within_device if array.on_device else self.cuda.to_device
+                copy(address, array.address, array.size)
             self._bind(name, address)
-        target = call.target.address if call.target.on_device else self._buffers[OUTPUT].reserve(call.target.size)
+        direct = _is_bindable(call.target)
+        target = call.target.address if direct else self._buffers[OUTPUT].reserve(call.target.size)
         self._bind(OUTPUT, target)
         self.cuda.record(copied)
         if not self._context.execute_async_v3(self.cuda.stream):
             raise RuntimeError(f"{self._path.name} did not run: {self._log.first_error()}")
         self.cuda.record(computed)
-        if not call.target.on_device:
-            self.cuda.to_host(call.target.address, target, call.target.size)
+        if not direct:
+            copy = self.cuda.within_device if call.target.on_device else self.cuda.to_host
+            copy(call.target.address, target, call.target.size)
         self.cuda.record(ended)
         self.cuda.wait()
         marks = (started, copied, computed, ended)
@@ -348,6 +362,7 @@ class Engine:
 
     def close(self) -> None:
         """Free what the engine holds."""
+        self.cuda.activate()
         for buffer in self._buffers.values():
             buffer.release()
         self._context = self._engine = None
@@ -370,6 +385,11 @@ class _Call:
     grids: ArrayView
     target: ArrayView
     result: Any
+
+
+def _is_bindable(array: ArrayView) -> bool:
+    """Whether TensorRT can use the memory as it is: on the GPU, and aligned as its documentation demands."""
+    return array.on_device and array.address % _ALIGNMENT == 0
 
 
 def _check_names(given: Mapping[str, object], wanted: tuple[str, ...], what: str) -> None:

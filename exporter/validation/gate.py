@@ -25,7 +25,9 @@ from exporter.validation.evidence import (
 # Part of every stored judgement. A judgement by other rules is made again, not believed.
 RULES_VERSION = 2
 
-FACTOR = 1.5  # honest half-precision exports reach 1.16 times the floor, the nearest wrong model that a norm sees 1.7 times
+FACTOR = (
+    1.5  # honest half-precision exports reach 1.16 times the floor, the nearest wrong model that a norm sees 1.7 times
+)
 FACTOR_FEW_ROWS = 2.0  # with few rows the floor itself is one draw of a wide distribution: 1.5 times it at 2x2
 FEW_ROWS = 16
 # A maximum over rows or elements is one draw of a wide distribution however many there are: in 6776 cases honest

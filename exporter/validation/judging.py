@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from exporter.errors import BadInput
 from exporter.files import sha256_file
 from exporter.manifest import GOLDEN_FOLDER, Manifest, Validation, read_manifest, write_manifest
 from exporter.validation.backends import Backend
@@ -18,6 +19,7 @@ from exporter.validation.runner import Progress, compare
 def judge_folder(
     folder: Path,
     backend: Backend,
+    manifest: Manifest,
     *,
     limit_scale: float = 1.0,
     only: Sequence[str] | None = None,
@@ -25,19 +27,22 @@ def judge_folder(
 ) -> tuple[Manifest, Report]:
     """Judge an artifact in its own folder by its own golden set, and record the outcome there.
 
-    The files must have been compared with the manifest before (`check_files`), or have just been written.
+    The files must have been compared with ``manifest`` before (`check_files`), or have just been written.
 
     Args:
         folder: holds manifest, artifact and golden set.
         backend: runs the artifact.
+        manifest: of the artifact, as it was when the files were compared with it.
         limit_scale: multiplies every limit; anything but 1 forbids PASS.
         only: names of the cases to run; a selection forbids PASS.
         progress: called before each case.
 
     Returns:
         The manifest with its validation, and the report; both have been written.
+
+    Raises:
+        BadInput: the artifact was replaced while it was being judged; nothing was written.
     """
-    manifest = read_manifest(folder)
     golden = open_golden(folder / GOLDEN_FOLDER, check_hash=False)
     comparison = compare(
         backend,
@@ -52,6 +57,8 @@ def judge_folder(
     artifact = ArtifactInfo(manifest.artifact, manifest.kind, manifest.artifact_sha256, "manifest")
     report = make_report(comparison, judgement, artifact, golden_info(golden))
     validation = Validation(utc_now(), manifest.artifact_sha256, manifest.golden_sha256, comparison.evidence, judgement)
+    if read_manifest(folder) != manifest:
+        raise BadInput(f"{folder} was changed while it was being validated; run kvit-export validate again")
     manifest = dataclasses.replace(manifest, validation=validation)
     write_report(folder, report)
     write_manifest(folder, manifest)
@@ -77,6 +84,8 @@ def judge_file(
     """Judge a bare file by its numbers; the report says that its origin is unknown."""
     profiles = getattr(backend, "profiles", ())  # an engine tells its own; nothing else has any
     comparison = compare(backend, golden, profiles=profiles, limit_scale=limit_scale, only=only, progress=progress)
-    sha256 = sha256_file(path) if path.is_file() else None
-    artifact = ArtifactInfo(path.name, kind, sha256, "unknown")  # type: ignore[arg-type]
+    sha256, name = (sha256_file(path), path.name) if path.is_file() and kind != "tower" else (None, path.name)
+    if kind == "tower":
+        name = "live tower"  # no file ran, and the report must not look as if one had
+    artifact = ArtifactInfo(name, kind, sha256, "unknown")  # type: ignore[arg-type]
     return make_report(comparison, judge(comparison.evidence), artifact, golden_info(golden))

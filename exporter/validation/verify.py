@@ -9,7 +9,7 @@ from exporter.errors import BadInput, NotValidated, ValidationFailed
 from exporter.manifest import GOLDEN_FOLDER, Manifest, Runtime, Validation, check_files, read_manifest
 from exporter.validation.evidence import Evidence
 from exporter.validation.gate import RULES_VERSION, Verdict, judge
-from exporter.validation.golden_format import read_golden_header
+from exporter.validation.golden_format import TENSORS_NAME, read_golden_header
 
 _AGAIN = "run kvit-export validate"
 
@@ -100,12 +100,12 @@ def _check_binding(folder: Path, manifest: Manifest, validation: Validation) -> 
     for what, same in found.items():
         if not same:
             raise BadInput(f"the validation in {folder} is about another {what}; {_AGAIN}")
-    _check_floors(folder, evidence)
+    _check_floors(folder, manifest, evidence)
     if manifest.kind == "engine" and not manifest.profiles:
         raise NotValidated(f"{folder}: the engine lists no profile, so its coverage is unknown; {_AGAIN}")
 
 
-def _check_floors(folder: Path, evidence: Evidence) -> None:
+def _check_floors(folder: Path, manifest: Manifest, evidence: Evidence) -> None:
     """Demand all cases of the golden set, with its floors and spreads, for limits are made of them."""
     header = read_golden_header(folder / GOLDEN_FOLDER)
     recorded = [(case.name, case.call, case.floor) for case in header.cases]
@@ -115,7 +115,8 @@ def _check_floors(folder: Path, evidence: Evidence) -> None:
         for case in evidence.cases
         if case.status == "compared"
     )
-    if not same or header.recorded_by != evidence.reference:
+    arrays = manifest.files.get(f"{GOLDEN_FOLDER}/{TENSORS_NAME}")
+    if not same or header.recorded_by != evidence.reference or header.tensors != arrays:
         raise BadInput(f"the cases and floors stored in {folder} are not its golden set's; {_AGAIN}")
 
 

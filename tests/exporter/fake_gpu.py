@@ -186,7 +186,7 @@ def fake_flavor(engine: FakeEngine | None, version: str = "10.13.2.6") -> Flavor
             return engine
 
     module = types.SimpleNamespace(__name__="tensorrt", ILogger=ILogger, Runtime=Runtime)
-    return Flavor("tensorrt", version, True, True, True, (), True, True, True, module)
+    return Flavor("tensorrt", version, True, True, True, (), True, True, True, True, module)
 
 
 def open_fake(folder: Path, engine: FakeEngine, api: FakeCudaApi | None = None):

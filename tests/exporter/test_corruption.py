@@ -22,6 +22,7 @@ import onnx
 import pytest
 
 from exporter import cli
+from exporter.errors import BadInput
 from exporter.manifest import read_manifest, write_manifest
 from exporter.validation.backends import OrtBackend
 from exporter.validation.golden import open_golden
@@ -48,7 +49,7 @@ def good(tmp_path_factory) -> Path:
         source = dataclasses.replace(manifest.source, weights_sha256=weights)
         write_manifest(folder, dataclasses.replace(manifest, source=source))
     with OrtBackend(base / "a" / ONNX, threads=1) as backend:
-        judge_folder(base / "a", backend)
+        judge_folder(base / "a", backend, read_manifest(base / "a"))
     assert cli.run(["verify", str(base / "a")]) == 0
     return base
 
@@ -350,3 +351,16 @@ def test_places_beyond_the_data_are_refused(key: str, value: str, tmp_path: Path
     relocate(path, DATA, **{key: value})
     code, err = run(capsys, "validate", path, "--golden", golden)
     assert code == 3 or ((key, value) == ("offset", "1") and code == 6), err
+
+
+def test_an_artifact_that_is_replaced_during_its_validation_gets_no_verdict(good, tmp_path):
+    """Else the numbers of the old file would be stored as those of the new one."""
+    folder = tmp_path / "a"
+    shutil.copytree(good / "a", folder)
+    manifest = read_manifest(folder)
+    other = dataclasses.replace(manifest, warnings=("made again",), validation=None)
+    with OrtBackend(folder / ONNX, threads=1) as backend:
+        write_manifest(folder, other)
+        with pytest.raises(BadInput, match="was changed while it was being validated"):
+            judge_folder(folder, backend, manifest)
+    assert read_manifest(folder) == other

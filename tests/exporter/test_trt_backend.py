@@ -11,6 +11,7 @@ import pytest
 
 from exporter import cli
 from exporter.errors import BadInput, MissingRequirement
+from exporter.files import FileRecord
 from exporter.trt import backend as module
 from exporter.trt.backend import EngineBackend, open_backend
 from exporter.trt.child import Child
@@ -29,7 +30,7 @@ ABORT, HANG, REFUSE, LOSE = 666.0, 667.0, 668.0, 669.0  # what the first pixel m
 def serve(connection):
     """Stands in for the process that has the engine: the output is the mean of each row's four patches."""
     connection.recv()
-    connection.send(Opened(INFO, "float32", (PROFILE,), {}))
+    connection.send(Opened(INFO, "float32", (PROFILE,), {}, samples.SHA))
     part = Percentiles(1.0, 2.0, 3.0)
     while True:
         job = connection.recv()
@@ -104,10 +105,14 @@ def test_profiles_of_the_engine_must_be_those_of_its_manifest(monkeypatch, tmp_p
     monkeypatch.setattr(module, "check_place", lambda *_: fake_flavor(None))
     (tmp_path / "vision_tower.engine").write_bytes(b"vtrt")
     right = samples.manifest_of(tmp_path, "engine", profiles=(dataclasses.replace(PROFILE, name="images"),))
+    with pytest.raises(BadInput, match=r"vision_tower\.engine was replaced"):
+        open_backend(tmp_path, right)  # the stand-in says that it loaded other bytes
+    loaded = {"vision_tower.engine": FileRecord(samples.SHA, 4)}
+    right = dataclasses.replace(right, files=loaded)
     open_backend(tmp_path, right).close()
     wrong = dataclasses.replace(PROFILE, max=Shape(1, 128, 1))
     with pytest.raises(BadInput, match="other profiles than its manifest says"):
-        open_backend(tmp_path, samples.manifest_of(tmp_path, "engine", profiles=(wrong,)))
+        open_backend(tmp_path, dataclasses.replace(right, profiles=(wrong,)))
 
 
 def test_without_a_gpu_a_bare_engine_is_no_verdict(tmp_path, capsys):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,17 +98,16 @@ def test_half_precision_products_stay_half(tmp_path, tmp_path_factory):
 def test_the_real_size_builds_in_half_a_minute_and_four_gigabytes(tmp_path):
     onnx = tmp_path / "onnx"
     assert cli.run(["onnx", "random:kimi-k2.5", "-o", str(onnx), "--no-golden"]) == 0
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = used.ru_utime + used.ru_stime
     manifest = make_engine(request(onnx, tmp_path / "e", profiles=("4:1024:4096",)), QUIET).manifest
     assert manifest.files[ENGINE_FILE].size > 900e6
     assert sum(count for kind, count in manifest.layers.items() if kind.startswith("PLUGIN")) == 27
-    # 5 to 15 s and 2.5 to 3.4 GB were measured by hand, on a machine with nothing else to do
-    assert manifest.seconds["tensorrt build"] < 30 * _crowd()
     assert manifest.peak_memory_bytes < 4e9
-
-
-def _crowd() -> float:
-    """How many processes share each core: the other worker of this test run, or more."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) * 2
+    # CPU time of the building process, imports and the kernel's compilation with it: the machine may be busy. 5 to 15 s
+    # were measured by hand on two cores with nothing else to do.
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_utime + used.ru_stime - before < 30
 
 
 # ------------------------------------------------------------------------------------------------------ what it refuses
@@ -175,6 +175,75 @@ def test_a_damaged_model_is_named_before_the_build_starts(tmp_path, tmp_path_fac
     assert not (tmp_path / "e").exists()
 
 
+@pytest.mark.parametrize("output", [".", "golden", "golden/inside", ".."])
+def test_an_output_that_would_replace_what_is_read_is_refused(tmp_path, tmp_path_factory, output):
+    onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx", golden=True, max_patches=480)
+    before = sorted(path.name for path in onnx.rglob("*"))
+    with pytest.raises(Usage, match="is read by this build"):
+        make_engine(request(onnx, onnx / output, force=True), QUIET)
+    assert sorted(path.name for path in onnx.rglob("*")) == before
+
+
+def test_caches_have_a_place_of_their_own(tmp_path, tmp_path_factory):
+    onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx")
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "e" / "cache", tmp_path / "file"):
+        with pytest.raises(Usage, match="--cache"):
+            make_engine(request(onnx, tmp_path / "e", cache=place), QUIET)
+    plan = plan_build(request(onnx, tmp_path / "e"), None)
+    for place in (tmp_path / "missing" / "t", tmp_path / "e" / "t"):
+        with pytest.raises(Usage, match="--timing-cache"):
+            build._check_places(request(onnx, tmp_path / "e", timing_cache=place), plan.golden)
+    build._check_places(request(onnx, tmp_path / "e", timing_cache=tmp_path / "t", cache=tmp_path / "c"), plan.golden)
+
+
+@pytest.mark.parametrize("change", ["arrays", "cases"])
+def test_another_golden_set_is_hashed_before_it_is_taken(tmp_path, tmp_path_factory, change):
+    onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx", golden=True, max_patches=480)
+    golden = tmp_path / "golden"
+    shutil.copytree(onnx / "golden", golden)
+    (golden / "stray.txt").write_text("not of the set")
+    plan_build(request(onnx, tmp_path / "e", golden=golden), None)
+    path = golden / ("golden.safetensors" if change == "arrays" else "golden.json")
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BadInput, match="golden"):
+        plan_build(request(onnx, tmp_path / "e", golden=golden), None)
+
+
+def test_a_model_that_is_replaced_during_the_build_gives_no_engine(tmp_path, tmp_path_factory, monkeypatch):
+    onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx")
+
+    def slow(job, flavor, progress):
+        Path(job.engine).write_bytes(b"vtrt")
+        data = bytearray((onnx / "vision_tower.onnx.data").read_bytes())
+        data[0] ^= 1
+        (onnx / "vision_tower.onnx.data").write_bytes(data)
+        return Built((), {}, 0, 0, {}, 1)
+
+    monkeypatch.setattr(build, "_build", slow)
+    with pytest.raises(BadInput, match=r"vision_tower\.onnx\.data has changed"):
+        make_engine(request(onnx, tmp_path / "e", profiles=ONE, cache=tmp_path / "cache"), QUIET)
+    assert not (tmp_path / "e").exists()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_costs_no_engine(tmp_path, tmp_path_factory, monkeypatch):
+    onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx")
+
+    def full(*_given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("exporter.trt.cache.EngineCache.store", full)
+    said = []
+    made = make_engine(
+        request(onnx, tmp_path / "e", profiles=ONE, plugin=False, cache=tmp_path / "cache"), QUIET, said.append
+    )
+    assert (made.folder / ENGINE_FILE).exists()
+    assert "the engine was not kept in the cache: No space left on device" in said
+
+
 def test_a_model_that_failed_is_not_built(tmp_path, tmp_path_factory):
     onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx", golden=True, max_patches=480)
     manifest = read_manifest(onnx)
@@ -186,23 +255,25 @@ def test_a_model_that_failed_is_not_built(tmp_path, tmp_path_factory):
         make_engine(request(onnx, tmp_path / "e"), QUIET)
 
 
-def test_the_first_parser_error_ends_the_build_and_names_the_node(tmp_path, tmp_path_factory):
+@pytest.mark.parametrize("operator", ["NoSuchOperator", "FusedQKRope"])
+def test_the_first_parser_error_ends_the_build_and_names_the_node(tmp_path, tmp_path_factory, operator):
     import onnx as onnx_package
 
     from exporter.manifest import record_files
 
-    onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx")
+    onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx", form=GraphForm("plain", "plain", "packed"))
     path = onnx / "vision_tower.onnx"
     model = onnx_package.load(path, load_external_data=False)
     node = next(node for node in model.graph.node if node.op_type == "Softmax")
-    node.op_type, node.domain, node.name = "NoSuchOperator", "nowhere", "broken_softmax"
+    node.op_type, node.domain, node.name = operator, "nowhere", "broken_softmax"
     model.opset_import.append(onnx_package.helper.make_opsetid("nowhere", 1))
     onnx_package.save(model, path)
     manifest = read_manifest(onnx)
     write_manifest(onnx, dataclasses.replace(manifest, files=record_files(onnx)))
-    with pytest.raises(BuildFailed, match=r"node broken_softmax \(NoSuchOperator\)") as caught:
-        make_engine(request(onnx, tmp_path / "e", profiles=ONE), QUIET)
-    assert "needs the plugin" in str(caught.value)
+    with pytest.raises(BuildFailed, match=rf"\({operator}\)") as caught:
+        make_engine(request(onnx, tmp_path / "e", profiles=ONE, plugin=False), QUIET)
+    needs = "needs the plugin FusedQKRope, version 1, namespace kvit" in str(caught.value)
+    assert needs == (operator == "FusedQKRope")
     assert list(tmp_path.iterdir()) == [onnx]
 
 
@@ -314,18 +385,20 @@ def test_another_working_directory_and_strange_names(tmp_path, tmp_path_factory,
     assert str(tmp_path) not in (strange / "die Maschine" / "manifest.json").read_text()
 
 
-def test_ctrl_c_leaves_no_partial_file_and_exits_with_130(tmp_path, tmp_path_factory):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_build_leaves_no_partial_file(tmp_path, tmp_path_factory, number, code):
     onnx = shared_artifact(tmp_path_factory, tmp_path / "onnx")
     arguments = ["trt", str(onnx), "-o", str(tmp_path / "e"), "--flavor", "tensorrt_rtx", "--no-plugin"]
-    code = f"import sys; from exporter.cli import run; sys.exit(run({arguments!r}))"
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    program = f"import sys; from exporter.cli import main; sys.argv[1:] = {arguments!r}; main()"
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
         if "build" in line:
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     rest = process.stderr.read()
-    assert process.wait(60) == 130
-    assert rest.strip().splitlines()[-1] == "kvit-export: interrupted; nothing was written"
+    assert process.wait(60) == code
+    if number == signal.SIGINT:
+        assert rest.strip().splitlines()[-1] == "kvit-export: interrupted; nothing was written"
     assert list(tmp_path.iterdir()) == [onnx]
 
 
@@ -456,7 +529,6 @@ def test_where_it_can_run_the_engine_is_judged(tmp_path, tmp_path_factory, monke
     assert cli.run(["trt", str(onnx), "-o", str(engine), "--flavor", "tensorrt_rtx", "--json"]) == code
     manifest = read_manifest(engine)
     assert manifest.validation.judgement.verdict.value == verdict
-    assert manifest.layers == {"X FLOAT": 1}
     report = json.loads((engine / "report.json").read_text())
     assert report["details"][0]["latency"]["gpu"] == {"p50": 1.0, "p90": 2.0, "p99": 3.0}
     assert (engine / "junit.xml").exists()

@@ -36,6 +36,7 @@ def trt8():
 def test_tensorrt_rtx_is_asked(rtx):
     assert rtx.name == "tensorrt_rtx"
     assert rtx.version == rtx.module.__version__
+    assert rtx.rotary_op
     assert (rtx.strongly_typed, rtx.aot_plugins, rtx.v3_plugins, rtx.stream_build, rtx.attention_op) == (
         True,
         False,
@@ -104,6 +105,26 @@ def test_a_broken_installation_is_one_line(monkeypatch):
 
     monkeypatch.setattr(flavor.importlib, "import_module", broken)
     with pytest.raises(MissingRequirement, match=r"installed and cannot be loaded: libnvinfer.so.10: .*No such file"):
+        installed("tensorrt")
+
+
+@pytest.mark.parametrize("name", ["os", "", "tensorrt_bindings"])
+def test_a_name_out_of_a_manifest_imports_nothing_else(name, monkeypatch):
+    monkeypatch.setattr(flavor.importlib, "import_module", lambda _name: pytest.fail("imported"))
+    assert installed(name) is None
+
+
+def test_a_missing_part_and_a_namesake_are_said(tmp_path, monkeypatch):
+    def part(name):
+        raise ModuleNotFoundError("No module named 'tensorrt_bindings'", name="tensorrt_bindings")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flavor.importlib, "import_module", part)
+        with pytest.raises(MissingRequirement, match="No module named 'tensorrt_bindings'"):
+            installed("tensorrt")
+    (tmp_path / "tensorrt").mkdir()  # an empty folder is a package to Python
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MissingRequirement, match="cannot be loaded"):
         installed("tensorrt")
 
 

@@ -56,12 +56,14 @@ def test_every_dtype_reaches_the_engine_bit_for_bit(tmp_path, dtype, grid_dtype,
 
 
 def test_a_non_contiguous_input_gives_the_contiguous_result(tmp_path):
-    inputs = call(frames=2, grids=((4, 6),))
+    inputs = call(frames=1, grids=((4, 6), (2, 2)))
     strided = np.asfortranarray(inputs["pixel_values"])
+    grids = np.asfortranarray(inputs["grid_hws"])
     assert not strided.flags.c_contiguous
+    assert not grids.flags.c_contiguous
     with open_fake(tmp_path, FakeEngine()) as engine:
         dense = engine.run(inputs)["image_embeds"]
-        other = engine.run({**inputs, "pixel_values": strided, "grid_hws": inputs["grid_hws"][:, ::1]})["image_embeds"]
+        other = engine.run({**inputs, "pixel_values": strided, "grid_hws": grids})["image_embeds"]
     assert np.array_equal(dense, other)
 
 
@@ -107,8 +109,45 @@ class DeviceArray:
         }
 
 
+def aligned(shape, offset=0):
+    """An fp32 array at an address that is a multiple of 256, plus an offset in bytes."""
+    size = int(np.prod(shape)) * 4
+    data = np.zeros(size + 512, dtype=np.uint8)
+    start = -data.ctypes.data % 256 + offset
+    return data[start : start + size].view(np.float32).reshape(shape)
+
+
+@pytest.mark.parametrize("offset", [4, 128])
+def test_gpu_arrays_that_tensorrt_cannot_bind_are_copied_on_the_gpu(tmp_path, offset):
+    inputs, api = call(), FakeCudaApi()
+    pixels, out = aligned((1, 24, 588), offset), aligned((6, fake_gpu.WIDTH), offset)
+    pixels[...] = inputs["pixel_values"]
+    with open_fake(tmp_path, fake := FakeEngine(), api) as engine:
+        engine.run({**inputs, "pixel_values": DeviceArray(pixels)}, {"image_embeds": DeviceArray(out)})
+        np.testing.assert_allclose(out, formula(pixels, inputs["grid_hws"]), rtol=1e-6)
+        bound = fake.contexts[0].addresses
+        assert bound["pixel_values"] != pixels.ctypes.data
+        assert bound["image_embeds"] != out.ctypes.data
+        assert sorted(api.copies) == [1, 3, 3]  # the grids from the host, pixels and output within the GPU
+
+
+def test_another_byte_order_is_converted_or_refused(tmp_path):
+    inputs = call()
+    swapped = inputs["pixel_values"].astype(">f4")
+    with open_fake(tmp_path, FakeEngine()) as engine:
+        rows = engine.run({**inputs, "pixel_values": swapped})["image_embeds"]
+        assert np.array_equal(rows, engine.run(inputs)["image_embeds"])
+        with pytest.raises(TypeError, match="byte order"):
+            engine.run({**inputs, "pixel_values": DeviceArray(swapped)})
+        with pytest.raises(TypeError, match="byte order"):
+            engine.run(inputs, {"image_embeds": np.zeros((6, fake_gpu.WIDTH), dtype=">f4")})
+
+
 def test_gpu_arrays_are_read_and_written_where_they_lie(tmp_path):
-    inputs, out = call(), np.zeros((6, fake_gpu.WIDTH), dtype=np.float32)
+    inputs, out = call(), aligned((6, fake_gpu.WIDTH))
+    pixels = aligned((1, 24, 588))
+    pixels[...] = inputs["pixel_values"]
+    inputs["pixel_values"] = pixels
     api = FakeCudaApi()
     with open_fake(tmp_path, FakeEngine(), api) as engine:
         given = {"pixel_values": DeviceArray(inputs["pixel_values"]), "grid_hws": inputs["grid_hws"]}
@@ -297,9 +336,12 @@ def test_an_onnx_folder_is_no_engine(tmp_path):
         open_engine(tmp_path)
 
 
-def test_targets_of_a_portable_engine_are_all_accepted(folder):
+def test_targets_of_a_portable_engine_are_all_accepted(folder, monkeypatch):
     rewrite(folder, targets=("8.9", "12.0"), runtime=Runtime("tensorrt", "10.13.2.6"))
     manifest = samples.manifest_of(folder, "engine", targets=("8.9", "12.0"))
+    monkeypatch.setattr(runtime, "installed", lambda name: fake_flavor(None))
+    for gpu in ("8.9", "12.0"):
+        assert check_place(folder, manifest, gpu).version == "10.13.2.6"
     with pytest.raises(MissingRequirement, match=re.escape("8.9, 12.0, here is 8.6")):
         check_place(folder, manifest, "8.6")
 
