@@ -72,7 +72,8 @@ def command(
     kvit-export verify says.
     """
     from exporter.progress import progress
-    from exporter.trt.build import TrtRequest, make_engine
+    from exporter.trt.build import make_engine
+    from exporter.trt.plan import TrtRequest
 
     request = TrtRequest(
         folder=folder,

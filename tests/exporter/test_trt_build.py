@@ -21,9 +21,11 @@ from exporter import cli
 from exporter.errors import BadInput, BuildFailed, MissingRequirement, Usage, ValidationFailed
 from exporter.manifest import check_files, read_manifest, write_manifest
 from exporter.trt import build
-from exporter.trt.build import ENGINE_FILE, TrtRequest, make_engine, plan_build
+from exporter.trt import plan as plan_module
+from exporter.trt.build import ENGINE_FILE, make_engine
 from exporter.trt.child import Child
 from exporter.trt.job import Built
+from exporter.trt.plan import TrtRequest, plan_build
 from exporter.validation.backends import OrtBackend
 from exporter.validation.evidence import BackendInfo, Profile, Shape
 from exporter.validation.gate import Verdict
@@ -165,7 +167,7 @@ def test_a_damaged_model_is_named_before_the_build_starts(tmp_path, tmp_path_fac
         onnx, name = tmp_path / "nothing", "nothing"
     else:
         manifest = read_manifest(onnx)
-        runtime = build.choose("tensorrt_rtx", has_gpu=False).runtime
+        runtime = plan_module.choose("tensorrt_rtx", has_gpu=False).runtime
         write_manifest(onnx, dataclasses.replace(manifest, kind="engine", runtime=runtime))
         name = "holds an engine"
     start = time.monotonic()
@@ -193,8 +195,10 @@ def test_caches_have_a_place_of_their_own(tmp_path, tmp_path_factory):
     plan = plan_build(request(onnx, tmp_path / "e"), None)
     for place in (tmp_path / "missing" / "t", tmp_path / "e" / "t"):
         with pytest.raises(Usage, match="--timing-cache"):
-            build._check_places(request(onnx, tmp_path / "e", timing_cache=place), plan.golden)
-    build._check_places(request(onnx, tmp_path / "e", timing_cache=tmp_path / "t", cache=tmp_path / "c"), plan.golden)
+            plan_module._check_places(request(onnx, tmp_path / "e", timing_cache=place), plan.golden)
+    plan_module._check_places(
+        request(onnx, tmp_path / "e", timing_cache=tmp_path / "t", cache=tmp_path / "c"), plan.golden
+    )
 
 
 @pytest.mark.parametrize("change", ["arrays", "cases"])
@@ -354,7 +358,7 @@ def test_a_kernel_that_the_driver_does_not_know_is_refused_before_the_build(tmp_
     made = compile_ptx("float32", 24, "sm_90", heads=4, ptx_version=builder._oldest_ptx("sm_90"))
     assert made.ptx_version == (8, 0)
     job = build._job(request(onnx, tmp_path / "e"), plan_build(request(onnx, tmp_path / "e"), None), tmp_path)
-    gpu_flavor = dataclasses.replace(build.choose("tensorrt_rtx", has_gpu=False), targets=())
+    gpu_flavor = dataclasses.replace(plan_module.choose("tensorrt_rtx", has_gpu=False), targets=())
     this = builder._Build(job, gpu_flavor, None)
     monkeypatch.setattr(builder, "cuda_driver_version", lambda: 12000)
     this._check_driver(made)
@@ -475,8 +479,8 @@ def test_the_cache_serves_the_same_build_and_nothing_else(tmp_path, tmp_path_fac
         patch.setattr("plugins.fused_qk_rope.source.source_sha256", lambda: "ab" * 32)
         assert not make()[0]  # another kernel
     with monkeypatch.context() as patch:
-        flavor = build.choose("tensorrt_rtx", has_gpu=False)
-        patch.setattr(build, "choose", lambda asked, has_gpu: dataclasses.replace(flavor, version="1.8"))
+        flavor = plan_module.choose("tensorrt_rtx", has_gpu=False)
+        patch.setattr(plan_module, "choose", lambda asked, has_gpu: dataclasses.replace(flavor, version="1.8"))
         assert not make()[0]  # another TensorRT
     assert make()[0]
     for engine in (tmp_path / "cache").glob("*/engine"):
@@ -497,7 +501,7 @@ class Pretender:
         self._spoil = spoil
 
     def describe(self):
-        flavor = build.choose("tensorrt_rtx", has_gpu=False)
+        flavor = plan_module.choose("tensorrt_rtx", has_gpu=False)
         return BackendInfo(flavor.name, flavor.version, "a GPU", capability="8.9")
 
     def latency(self):
