@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 from hypothesis import settings
@@ -16,6 +17,9 @@ settings.load_profile("kvit")
 
 def pytest_configure() -> None:
     """One thread, so that sums are split the same way on every run, and one folder for traces of the exporter."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # as in a job in the background; the tests' own processes would inherit it and not hear Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "KVIT_TEST_TRACES" not in os.environ:  # workers inherit the folder in which traces are shared
         folder = tempfile.mkdtemp(prefix="kvit-traces-")
         os.environ["KVIT_TEST_TRACES"] = folder
