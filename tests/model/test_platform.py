@@ -351,15 +351,16 @@ def test_the_tables_own_size_has_its_gradient():
 def test_the_exported_graph_does_not_depend_on_xla_being_loaded(monkeypatch: pytest.MonkeyPatch):
     """tests/xla has the real one, with PyTorch 2.9; this is this PyTorch with a module that only has the name."""
     pytest.importorskip("onnxscript")
-    from exporter.onnx_trace import OnnxOptions, trace_one_block
-    from model.config import PRESETS
+    from exporter.onnx_trace import trace_one_block
+    from tests.exporter import towers
 
     def decided(*_: Any, **__: Any) -> Any:
         raise AssertionError("an export has no device to decide by")
 
-    plain = trace_one_block(PRESETS["tiny"], OnnxOptions()).proto
+    options = towers.options_of()
+    plain = towers.trace_of("tiny", options).proto  # made without, and shared with the tests of the exporter
     monkeypatch.setitem(sys.modules, "torch_xla", ModuleType("torch_xla"))
     monkeypatch.setattr(platform, "plan_rope_shape", decided)
     monkeypatch.setattr(platform, "compiled_rope_shape", decided)
     with torch.device("meta"):  # as a default device of another kind
-        assert trace_one_block(PRESETS["tiny"], OnnxOptions()).proto == plain
+        assert trace_one_block(towers.config_of("tiny"), options).proto == plain
