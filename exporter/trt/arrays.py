@@ -50,7 +50,7 @@ class ArrayView:
 
 def item_bytes(dtype: str) -> int:
     """Bytes of one element."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    return numpy_dtype(dtype).itemsize
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

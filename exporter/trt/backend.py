@@ -53,7 +53,6 @@ class EngineBackend:
         name: short, for progress and messages.
         dtype: of the engine.
         profiles: as the engine has them.
-        layers: layers of the built engine by type and precision.
     """
 
     def __init__(self, path: Path, flavor: str | None, *, v3_plugin: bool = False, sha256: str | None = None) -> None:
@@ -75,7 +74,6 @@ class EngineBackend:
         self._child: Child | None = None
         opened = self._start()
         self._info, self.dtype, self.profiles = opened.info, opened.dtype, opened.profiles
-        self.layers = opened.layers
 
     def _start(self) -> Opened:
         child = Child("exporter.trt.engine_worker:serve", "the process that loads the engine")

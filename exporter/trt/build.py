@@ -37,7 +37,6 @@ from exporter.validation.golden_format import JSON_NAME, TENSORS_NAME
 from exporter.validation.gpu import cuda_capability
 from exporter.validation.judging import judge_folder
 from exporter.validation.report import Report
-from model.config import VisionConfig
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 
 ENGINE_FILE = "vision_tower.engine"
@@ -151,7 +150,7 @@ def _plugin_record(plan: Plan) -> PluginRecord | None:
 
 
 def _job(request: TrtRequest, plan: Plan, folder: Path) -> BuildJob:
-    config = VisionConfig.from_dict(dict(plan.source.source.config))
+    config = plan.config
     lowest = min(plan.targets, key=lambda target: tuple(map(int, target.split("."))))
     return BuildJob(
         flavor=plan.flavor.name,

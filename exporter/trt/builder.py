@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -14,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from exporter.errors import BuildFailed, MissingRequirement, one_line
 from exporter.files import write_bytes
+from exporter.tools import Clock, peak_memory
 from exporter.trt import flavor as flavors
 from exporter.trt.flavor import Flavor
 from exporter.trt.job import BuildJob, Built, Phase
 from exporter.validation.backends import INPUTS, OUTPUT
+from exporter.validation.golden_format import PATCH_VALUES
 from exporter.validation.gpu import cuda_driver_version
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 
@@ -28,7 +28,6 @@ Trt = Any  # the tensorrt module has no annotations
 
 # One name per function body and call is TensorRT's own bookkeeping; every export has as many as layers.
 _NOISE = ("already exists, the output tensors of this new instance will not be queryable",)
-_PATCH_VALUES = 588
 _WIDE_PRODUCTS = (
     "TensorRT 8 sums half-precision products in half precision, with five times the error of PyTorch's; so they are "
     "computed in TF32, which holds their operands exactly, and the engine stores its weights in fp32"
@@ -53,7 +52,7 @@ class _Build:
         self.job, self.flavor, self.trt = job, flavor, flavor.module
         self.connection = connection
         self.log = make_logger(self.trt)
-        self.seconds: dict[str, float] = {}
+        self.clock = Clock()
 
     def run(self) -> Built:
         try:
@@ -72,15 +71,13 @@ class _Build:
         with self.step("build"):
             self._build(builder, network, self._configure(builder))
         warnings = tuple(dict.fromkeys([*self.log.warnings, *([_WIDE_PRODUCTS] if pinned else [])]))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Built(warnings, layers, _plugin_layers(layers), pinned, self.seconds, peak)
+        return Built(warnings, layers, _plugin_layers(layers), pinned, self.clock.seconds, peak_memory())
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         self.connection.send(Phase(name))
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = round(time.perf_counter() - start, 3)
+        with self.clock.step(name):
+            yield
 
     # ----------------------------------------------------------------------------------------------------- the network
 
@@ -328,7 +325,7 @@ def _plugin_layers(layers: dict[str, int]) -> int:
 def _profile(builder: Any, profile: Any) -> Any:  # noqa: ANN401
     made = builder.create_optimization_profile()
     corners = (profile.min, profile.opt, profile.max)
-    made.set_shape(INPUTS[0], *((shape.frames, shape.patches, _PATCH_VALUES) for shape in corners))
+    made.set_shape(INPUTS[0], *((shape.frames, shape.patches, PATCH_VALUES) for shape in corners))
     made.set_shape(INPUTS[1], *((shape.items, 2) for shape in corners))
     return made
 

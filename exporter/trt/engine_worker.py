@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,14 +46,12 @@ class Opened:
         info: what really runs.
         dtype: of the engine.
         profiles: as the engine itself has them.
-        layers: layers of the built engine by type and precision, where TensorRT tells.
         sha256: of the bytes that were loaded.
     """
 
     info: BackendInfo
     dtype: DType
     profiles: tuple[Profile, ...]
-    layers: Mapping[str, int]
     sha256: str
 
 
@@ -114,26 +110,7 @@ def _open(order: Open) -> Engine:
 def _describe(engine: Engine) -> Opened:
     flavor, cuda = engine.flavor, engine.cuda
     info = BackendInfo(flavor.name, flavor.version, cuda.name, capability=cuda.capability)
-    return Opened(info, engine.dtype, engine.profiles, count_layers(engine.layers()), engine.sha256)
-
-
-def count_layers(layers: list[dict[str, Any]]) -> dict[str, int]:
-    """Count layers of an engine by what TensorRT says of them.
-
-    Args:
-        layers: as `Engine.layers` gives them.
-
-    Returns:
-        Number by ``TYPE PRECISION``, where the precision is that of the first output; empty where TensorRT tells none,
-        as for dynamic shapes (``N/A due to dynamic shapes``).
-    """
-    counts: Counter[str] = Counter()
-    for layer in layers:
-        outputs = layer.get("Outputs") or [{}]
-        precision = str(outputs[0].get("Format/Datatype", "N/A"))
-        if not precision.startswith("N/A"):
-            counts[f"{layer.get('LayerType', '?')} {precision.rpartition(' ')[2]}"] += 1
-    return dict(counts.most_common())
+    return Opened(info, engine.dtype, engine.profiles, engine.sha256)
 
 
 def _run(engine: Engine, job: Run) -> Ran | Refused | Lost:

@@ -16,6 +16,7 @@ from exporter.validation.gate import Verdict
 from exporter.validation.golden import open_golden
 from exporter.validation.golden_format import read_golden_header
 from model.config import VisionConfig
+from model.weights import ITEM_SIZES
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 
 
@@ -48,6 +49,7 @@ class Plan:
 
     Attributes:
         source: manifest of the ONNX artifact.
+        config: of the tower.
         flavor: that will build.
         profiles: of the engine.
         targets: compute capabilities of the engine.
@@ -58,6 +60,7 @@ class Plan:
     """
 
     source: Manifest
+    config: VisionConfig
     flavor: Flavor
     profiles: tuple[Profile, ...]
     targets: tuple[str, ...]
@@ -115,6 +118,7 @@ def plan_build(request: TrtRequest, gpu: str | None) -> Plan:
     chosen = _profiles(request, shapes, config, packed=packed)
     return Plan(
         source=source,
+        config=config,
         flavor=flavor,
         profiles=chosen,
         targets=targets,
@@ -123,7 +127,7 @@ def plan_build(request: TrtRequest, gpu: str | None) -> Plan:
             chosen,
             config.num_attention_heads,
             # without strong types half-precision logits are fp32, see exporter.passes.trt86_rewrites
-            sizes.ITEM_BYTES[source.dtype] if flavor.strongly_typed else 4,
+            ITEM_SIZES[source.dtype] if flavor.strongly_typed else 4,
             packed=packed,
         ),
         uncovered=tuple(sizes.uncovered(chosen, shapes)),

@@ -13,7 +13,6 @@ from model.config import MAX_FRAMES
 LARGEST_DEFAULT = 4096  # patches; more on request
 LARGEST = 16384
 _USUAL = Profile("images", Shape(1, 4, 1), Shape(1, 1024, 1), Shape(1, LARGEST_DEFAULT, 1))
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def parse_range(text: str, option: str, least: int, most: int) -> tuple[int, int, int]:

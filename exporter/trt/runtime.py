@@ -27,12 +27,12 @@ from exporter.trt.flavor import Flavor, installed
 from exporter.trt.profiles import tightest
 from exporter.validation.backends import INPUTS, OUTPUT
 from exporter.validation.evidence import DTYPES, PATCHES_PER_ROW, DType, Profile, Shape, check_grids
+from exporter.validation.golden_format import PATCH_VALUES
 from exporter.validation.gpu import cuda_capability
 from exporter.validation.latency import Latency, percentiles
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 from plugins.fused_qk_rope.tensorrt_kernels import forget_errors, last_error
 
-_PATCH_VALUES = 588
 _ALIGNMENT = 256  # bytes, of every address given to TensorRT (NvInferRuntime.h, setTensorAddress)
 _TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
 
@@ -203,18 +203,6 @@ class Engine:
         corners = [Shape(int(pixel[0]), int(pixel[1]), int(grid[0])) for pixel, grid in zip(pixels, grids, strict=True)]
         return Profile(f"profile{index}", *corners)
 
-    def layers(self) -> list[dict[str, Any]]:
-        """What TensorRT tells of each layer of the built engine, as it tells it; empty where it tells nothing."""
-        import json
-
-        inspector = self._engine.create_engine_inspector()
-        text = inspector.get_engine_information(self.flavor.module.LayerInformationFormat.JSON)
-        try:
-            found = json.loads(text).get("Layers", [])
-        except (json.JSONDecodeError, AttributeError):
-            return []
-        return [layer if isinstance(layer, dict) else {"Name": str(layer)} for layer in found]
-
     # ---------------------------------------------------------------------------------------------------------- running
 
     def run(
@@ -274,7 +262,7 @@ class Engine:
         if outputs is not None:
             _check_names(outputs, (OUTPUT,), "output")
         pixels = view(inputs[INPUTS[0]], INPUTS[0], stream=self.cuda.stream)
-        self._check_array(pixels, INPUTS[0], (None, None, _PATCH_VALUES))
+        self._check_array(pixels, INPUTS[0], (None, None, PATCH_VALUES))
         grids = self._grids(view(inputs[INPUTS[1]], INPUTS[1], stream=self.cuda.stream))
         shape = Shape(pixels.shape[0], pixels.shape[1], grids.shape[0])
         check_grids(shape.frames, tuple((int(h), int(w)) for h, w in grids))

@@ -15,7 +15,7 @@ from exporter.files import FileRecord
 from exporter.trt import backend as module
 from exporter.trt.backend import EngineBackend, open_backend
 from exporter.trt.child import Child
-from exporter.trt.engine_worker import Lost, Opened, Ran, Refused, count_layers
+from exporter.trt.engine_worker import Lost, Opened, Ran, Refused
 from exporter.validation.backends import CaseSkippedError, RunCrashedError
 from exporter.validation.evidence import BackendInfo, Profile, Shape
 from exporter.validation.latency import Latency, Percentiles, slow_cases
@@ -30,7 +30,7 @@ ABORT, HANG, REFUSE, LOSE = 666.0, 667.0, 668.0, 669.0  # what the first pixel m
 def serve(connection):
     """Stands in for the process that has the engine: the output is the mean of each row's four patches."""
     connection.recv()
-    connection.send(Opened(INFO, "float32", (PROFILE,), {}, samples.SHA))
+    connection.send(Opened(INFO, "float32", (PROFILE,), samples.SHA))
     part = Percentiles(1.0, 2.0, 3.0)
     while True:
         job = connection.recv()
@@ -125,12 +125,6 @@ def test_without_a_gpu_a_bare_engine_is_no_verdict(tmp_path, capsys):
         EngineBackend(path, "tensorrt_rtx")
     assert cli.run(["validate", str(path)]) == 2
     assert "--golden" in capsys.readouterr().err
-
-
-def test_layers_are_counted_by_precision_where_it_is_told():
-    told = {"LayerType": "gemm", "Outputs": [{"Format/Datatype": "Row major linear FP16"}]}
-    untold = {"LayerType": "Myelin", "Outputs": [{"Format/Datatype": "N/A due to dynamic shapes"}]}
-    assert count_layers([told, told, untold, {"Name": "x"}]) == {"gemm FP16": 2}
 
 
 def test_slow_cases_are_those_whose_parts_sum_to_more():

@@ -497,7 +497,7 @@ class Pretender:
 
     def __init__(self, onnx: Path, profiles: tuple[Profile, ...], spoil: float):
         self._ort = OrtBackend(onnx / "vision_tower.onnx")
-        self.name, self.dtype, self.profiles, self.layers = "engine", self._ort.dtype, profiles, {"X FLOAT": 1}
+        self.name, self.dtype, self.profiles = "engine", self._ort.dtype, profiles
         self._spoil = spoil
 
     def describe(self):
