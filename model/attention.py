@@ -14,7 +14,7 @@ def attention_scale(head_dim: int) -> float:
     return float(head_dim**-0.5)
 
 
-def attend_items(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+def attend_items(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None) -> Tensor:
     """Attend within each item, one after another, so that memory follows the longest item and no mask exists.
 
     Args:
@@ -22,11 +22,12 @@ def attend_items(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Ten
         k: like ``q``.
         v: like ``q``.
         lengths: tokens of each item; they sum to ``tokens``.
+        scale: of the logits; None for that of ``d``, which is not the model's where heads are padded.
 
     Returns:
         [tokens, heads * d].
     """
-    scale = attention_scale(q.shape[-1])
+    scale = attention_scale(q.shape[-1]) if scale is None else scale
     outputs = []
     for parts in zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True):
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in parts)

@@ -6,7 +6,8 @@ exported form in :mod:`model.graph` runs the same parts over symbolic sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,12 @@ from model import attention, position, projector, rope
 from model.config import VisionConfig
 from model.grids import check_grids
 from model.norm import tower_norm
+from model.platform import being_traced
 from model.weights import VisionWeights, read_all
 from plugins.fused_qk_rope.torch_op import fused_qk_rope
+
+if TYPE_CHECKING:
+    from model.cuda.tower import FastTower
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -35,6 +40,8 @@ class KimiVision(nn.Module):
         self.config = config
         self.vision_tower = VisionTower(config)
         self.mm_projector = projector.Projector(config)
+        self._make_fast: Callable[[], FastTower] | None = None
+        self._fast: FastTower | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,18 +71,76 @@ class KimiVision(nn.Module):
         patches = pixel_values.flatten(1)
         lengths = [t * h * w for t, h, w in grids]
         outputs: list[Tensor] = []
-        for group in group_items(lengths, GROUP_TOKENS):
+        fast = self._fast_form(pixel_values)
+        groups = group_items(lengths, GROUP_TOKENS) if fast is None else fast.groups(lengths)
+        for group in groups:
             start = sum(lengths[: group.start])
             part = patches[start : start + sum(lengths[group.start : group.stop])]
             # cast group by group: a copy of all pixels would grow with the sum of the items
             part = part.to(device=self.device, dtype=self.dtype)
-            outputs += self._run_group(part, grids[group.start : group.stop])
+            outputs += self._run_group(fast or self.vision_tower, part, grids[group.start : group.stop])
         return outputs
 
-    def _run_group(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-        members = self.vision_tower(patches, grids)
-        rows = self.mm_projector(members)
+    def _run_group(
+        self,
+        tower: Callable[[Tensor, Sequence[tuple[int, int, int]]], Tensor],
+        patches: Tensor,
+        grids: Sequence[tuple[int, int, int]],
+    ) -> list[Tensor]:
+        rows = self.mm_projector(tower(patches, grids))
         return list(rows.split([h * w // 4 for _, h, w in grids]))
+
+    # ------------------------------------------------------------------------------------------------ the fast form
+
+    def accelerate(self, **options: int) -> KimiVision:
+        """Run the vision tower in its fast form from now on, wherever that can be: see :mod:`model.cuda`.
+
+        Calls that need gradients, are traced or compiled, or come when the tower is in fp32 take the plain form as
+        before. Weights are packed at the first call, and again after ``load_state_dict`` and ``to``; the fast form does
+        not call modules, so hooks on blocks are not run.
+
+        Args:
+            options: ``cache_bytes`` and ``graph_tokens`` of :class:`model.cuda.tower.FastTower`.
+
+        Returns:
+            The tower itself.
+        """
+        from model.cuda.tower import FastTower
+
+        self._make_fast = lambda: FastTower(self.vision_tower, **options)
+        self._fast = None
+        return self
+
+    def fast_tower(self) -> FastTower | None:
+        """Return the fast form, made now if it is due; None where the tower has none in its dtype."""
+        from model.cuda.weights import dtype_fits
+
+        if self._fast is None and self._make_fast is not None and dtype_fits(self.dtype):
+            self._fast = self._make_fast()
+        return self._fast
+
+    def _fast_form(self, pixel_values: Tensor) -> FastTower | None:
+        if self._make_fast is None or being_traced(self.vision_tower.patch_embed.proj.weight):
+            return None
+        if torch.is_grad_enabled() and (
+            pixel_values.requires_grad or any(p.requires_grad for p in self.vision_tower.parameters())
+        ):
+            return None
+        return self.fast_tower()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiVision:
+        self._fast = None  # `to`, `half` and the like make other tensors
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401
+        """Load weights as PyTorch does; the fast form packs them anew."""
+        self._fast = None
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the fast form, with its graphs and locks, out of copies; a copy is accelerated anew."""
+        return {**self.__dict__, "_fast": None, "_make_fast": None}
 
 
 class VisionTower(nn.Module):
@@ -114,15 +179,27 @@ def merge(x: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
     Returns:
         [sum of h * w / 4, 4, width].
     """
-    items = torch.split(x, [t * h * w for t, h, w in grids])
-    still = torch.cat([_still(item, grid[0]) for item, grid in zip(items, grids, strict=True)])
+    still = mean_of_clips(x, grids)
     layout = position.token_layout(torch.tensor([grid[1:] for grid in grids], device=x.device), still.shape[0])
-    return still.index_select(0, projector.merge_index(layout)).reshape(-1, 4, x.shape[-1])
+    return gather_members(still, projector.merge_index(layout))
+
+
+def mean_of_clips(x: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Average each item (t, h, w) over its frames: [tokens, width] -> [sum of h * w, width]."""
+    if all(t == 1 for t, _, _ in grids):
+        return x
+    items = torch.split(x, [t * h * w for t, h, w in grids])
+    return torch.cat([_still(item, grid[0]) for item, grid in zip(items, grids, strict=True)])
 
 
 def _still(item: Tensor, frames: int) -> Tensor:
     """[frames * patches, width] -> [patches, width]; an image is its own mean."""
     return item if frames == 1 else projector.mean_over_frames(item.reshape(frames, -1, item.shape[-1]))
+
+
+def gather_members(still: Tensor, order: Tensor) -> Tensor:
+    """Take tokens in merge order, four a row: [patches, width] -> [patches / 4, 4, width]."""
+    return still.index_select(0, order).reshape(-1, 4, still.shape[-1])
 
 
 class PatchEmbed(nn.Module):
@@ -142,12 +219,13 @@ class PatchEmbed(nn.Module):
 
     def positions(self, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         """Position embedding of every token of items (t, h, w): [tokens, hidden_size], computed in fp32, cast once."""
-        mode, table = self.config.pos_emb_interpolation_mode, self.pos_emb.weight
-        parts = []
-        for t, h, w in grids:
-            still = position.get_rope_shape(table, mode, (h, w))
-            parts.append(position.add_time(still, t, self.config.pos_emb_time).flatten(0, 1).to(table.dtype))
-        return torch.cat(parts)
+        return torch.cat([self.item_positions(grid).to(self.pos_emb.weight.dtype) for grid in grids])
+
+    def item_positions(self, grid: tuple[int, int, int]) -> Tensor:
+        """Position embedding of one item (t, h, w): [t * h * w, hidden_size] fp32."""
+        t, h, w = grid
+        still = position.get_rope_shape(self.pos_emb.weight, self.config.pos_emb_interpolation_mode, (h, w))
+        return position.add_time(still, t, self.config.pos_emb_time).flatten(0, 1)
 
 
 class PositionTable(nn.Module):
@@ -221,17 +299,19 @@ def mlp_activation(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def group_items(lengths: Sequence[int], budget: int) -> Iterator[range]:
+def group_items(lengths: Sequence[int], budget: int, alone: int | None = None) -> Iterator[range]:
     """Split items into runs of neighbours whose tokens fit a budget; an item above it is a run of its own.
 
     Args:
         lengths: tokens of each item.
         budget: tokens of a run; the longest item where that is more.
+        alone: items of so many tokens are a run of their own each.
     """
     budget = max(budget, *lengths) if lengths else budget
     start, total = 0, 0
     for index, length in enumerate(lengths):
-        if total and total + length > budget:
+        apart = alone is not None and (length >= alone or (total and lengths[index - 1] >= alone))
+        if total and (apart or total + length > budget):
             yield range(start, index)
             start, total = index, 0
         total += length

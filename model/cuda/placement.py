@@ -1,0 +1,210 @@
+"""All that a call's grids decide: padding, positions, angles, segments and merge order, made once and kept.
+
+The tensors lie in one block of bytes, so that a CUDA graph gets them by one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model import position, projector, rope
+from model.config import VisionConfig
+from model.cuda.cache import ByteCache
+from model.cuda.weights import MASKED
+from model.tower import PatchEmbed
+
+Grid = tuple[int, int, int]
+# Items of one call, the padding at the end being one of them, that CUDA graphs have room for: flash attention starts
+# programs for all segments, so few items need not pay for many.
+SEGMENTS = (8, 64)
+_SMALLEST_STEP = 64
+
+
+def padded_tokens(tokens: int) -> int:
+    """Smallest allowed number of tokens for so many: 16 steps an octave above 1024, steps of 64 below.
+
+    At most 6 % is padding above 1024 tokens. There are 80 sizes up to 16384, hence at most so many CUDA graphs and
+    attention plans (cuDNN takes 40 to 60 ms to plan each new length).
+    """
+    step = max(_SMALLEST_STEP, 1 << max(0, (tokens - 1).bit_length() - 5))
+    return -(-tokens // step) * step
+
+
+class Fields(NamedTuple):
+    """What the blocks need of the grids, as views into one block of bytes.
+
+    Attributes:
+        pos: [padded, hidden_size], positions and the patch embedding's bias, in the model's dtype; 0 at padding.
+        cos: [padded, padded_head/2] fp32; 1 at spare elements of the heads.
+        sin: like ``cos``; 0 at spare elements, but at padding what masks it.
+        mask: [padded] in the model's dtype, additive: 0 at tokens, MASKED at padding.
+    """
+
+    pos: Tensor
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True)
+class FieldSizes:
+    """Shapes of :class:`Fields`.
+
+    Attributes:
+        padded: tokens with padding, a multiple of 64 wherever a graph may need them.
+        width: hidden_size.
+        pairs: half of a padded head.
+        dtype: of the model.
+        segments: items, and one for the padding, that ``ends`` has room for.
+    """
+
+    padded: int
+    width: int
+    pairs: int
+    dtype: torch.dtype
+    segments: int = SEGMENTS[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+        return sum(self._parts())
+
+    def _parts(self) -> tuple[int, ...]:
+        itemsize = self.dtype.itemsize
+        angles = 4 * self.padded * self.pairs
+        sizes = (itemsize * self.padded * self.width, angles, angles, itemsize * self.padded, 4 * (self.segments + 1))
+        return tuple(-(-size // 16) * 16 for size in sizes)  # kernels load 16 bytes at once
+
+    def views(self, block: Tensor) -> Fields:
+        """Look at the beginning of a block of bytes as fields.
+
+        Args:
+            block: uint8, at least ``nbytes``.
+        """
+        pos, cos, sin, mask, ends = torch.split(block[: self.nbytes], [*self._parts()])
+        count = self.padded * self.pairs
+        return Fields(
+            pos.view(self.dtype)[: self.padded * self.width].view(self.padded, self.width),
+            cos.view(torch.float32)[:count].view(self.padded, self.pairs),
+            sin.view(torch.float32)[:count].view(self.padded, self.pairs),
+            mask.view(self.dtype)[: self.padded],
+            ends.view(torch.int32)[: self.segments + 1],
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one list of grids decides.
+
+    Attributes:
+        lengths: tokens of each item.
+        sizes: of the fields.
+        block: the fields, as bytes.
+        fields: views into ``block``.
+        merge: [4 * rows] int64, order of the tokens at the merge, after the mean over frames.
+    """
+
+    lengths: tuple[int, ...]
+    sizes: FieldSizes
+    block: Tensor
+    fields: Fields
+    merge: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.block.nbytes + self.merge.nbytes
+
+
+@dataclass(frozen=True)
+class _Positions:
+    rows: Tensor  # [tokens, hidden_size]
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+
+class Placements:
+    """Makes placements and keeps them, and the positions of single items for calls that mix them anew."""
+
+    def __init__(self, config: VisionConfig, embed: PatchEmbed, pairs: int, max_bytes: int) -> None:
+        """Prepare.
+
+        Args:
+            config: the tower's config.
+            embed: has the position table and the bias.
+            pairs: half of a padded head.
+            max_bytes: bound of all that is kept.
+        """
+        self._config, self._embed, self._pairs = config, embed, pairs
+        self.cache: ByteCache[Placement | _Positions] = ByteCache(max_bytes)
+
+    def of(self, grids: Sequence[Grid], padded: int) -> Placement:
+        """Return the placement of items (t, h, w) with so many tokens in all, padding included."""
+        key = (tuple(grids), padded, *self._identity())
+        found = self.cache.get(key, lambda: self._make(grids, padded))
+        if not isinstance(found, Placement):
+            raise TypeError("a key of placements holds something else")
+        return found
+
+    def _identity(self) -> tuple[object, ...]:
+        """What else the numbers depend on, the table's contents by its version counter."""
+        table = self._embed.pos_emb.weight
+        version = 0 if table.is_inference() else table._version
+        return self._config.pos_emb_interpolation_mode, table.dtype, table.device, table.data_ptr(), version
+
+    def _make(self, grids: Sequence[Grid], padded: int) -> Placement:
+        config, table = self._config, self._embed.pos_emb.weight
+        lengths = tuple(t * h * w for t, h, w in grids)
+        tokens, device = sum(lengths), table.device
+        segments = next((size for size in SEGMENTS if len(grids) < size), len(grids) + 1)
+        sizes = FieldSizes(padded, config.hidden_size, self._pairs, table.dtype, segments)
+        block = torch.zeros(sizes.nbytes, dtype=torch.uint8, device=device)
+        fields = sizes.views(block)
+        torch.cat([self._positions(grid) for grid in grids], out=fields.pos[:tokens])
+        self._fill_angles(fields, grids, tokens)
+        fields.mask[tokens:] = MASKED
+        ends = [0, *accumulate(lengths)]
+        fields.ends.copy_(torch.tensor([*ends, *[padded] * (segments + 1 - len(ends))], dtype=torch.int32))
+        stills = torch.tensor([grid[1:] for grid in grids], device=device)
+        merge = projector.merge_index(position.token_layout(stills, sum(h * w for _, h, w in grids)))
+        return Placement(lengths, sizes, block, fields, merge)
+
+    def _fill_angles(self, fields: Fields, grids: Sequence[Grid], tokens: int) -> None:
+        config = self._config
+        # every frame is laid out like an item of its own: rotary positions know nothing of time
+        frames = torch.tensor([[h, w] for t, h, w in grids for _ in range(t)], device=fields.cos.device)
+        layout = position.token_layout(frames, tokens)
+        angles = rope.rope_angles(layout.y, layout.x, config.head_dim, config.rope_theta)
+        half = config.head_dim // 2
+        fields.cos.fill_(1)
+        fields.cos[:tokens, :half] = angles.cos()
+        fields.sin[:tokens, :half] = angles.sin()
+        if self._pairs > half:
+            fields.sin[tokens:, half] = -MASKED
+
+    def _positions(self, grid: Grid) -> Tensor:
+        """Positions of one item with the bias of the patch embedding: computed in fp32, rounded once."""
+
+        def make() -> _Positions:
+            bias = self._embed.proj.bias
+            rows = self._embed.item_positions(grid)
+            return _Positions((rows if bias is None else rows + bias).to(self._embed.pos_emb.weight.dtype))
+
+        found = self.cache.get((grid, *self._identity()), make)
+        if not isinstance(found, _Positions):
+            raise TypeError("a key of positions holds something else")
+        return found.rows

@@ -1,0 +1,205 @@
+"""The fast form of a vision tower on a GPU: the same weights, the same numbers within their roundings."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - PyTorch's own idiom
+
+from model.cuda import attention
+from model.cuda.encoder import Attend, encode
+from model.cuda.graphs import BlockGraphs, GraphKey
+from model.cuda.placement import SEGMENTS, Fields, FieldSizes, Grid, Placement, Placements, padded_tokens
+from model.cuda.weights import PADDED_PATCH_VALUES, PATCH_VALUES, PackedTower, dtype_fits, pack, parameter_bytes
+from model.tower import VisionTower, gather_members, group_items, mean_of_clips
+
+CACHE_BYTES = 256 << 20  # positions and angles: 44 MB for 16384 tokens, 2.7 MB for 1024
+# Up to so many tokens a call's launches take longer than its kernels: 8 ms of an H200's host for 27 layers.
+GRAPH_TOKENS = 4096
+# Items are run in groups of at most this many tokens; the plain tower's smaller groups would leave a GPU idle.
+GROUP_TOKENS = 16384
+
+_LOG = logging.getLogger(__name__)
+
+
+class FastTower:
+    """Runs a vision tower; made by :meth:`model.tower.KimiVision.accelerate`.
+
+    It shares the tower's weights but for copies of wqkv, wo and the patch embedding, made here once.
+    """
+
+    def __init__(self, tower: VisionTower, *, cache_bytes: int = CACHE_BYTES, graph_tokens: int = GRAPH_TOKENS) -> None:
+        """Pack the weights.
+
+        Args:
+            tower: in bf16 or fp16, where it shall run.
+            cache_bytes: bound of what is kept of grids.
+            graph_tokens: up to how many tokens, padding included, a call runs as a CUDA graph; 0 for no graphs.
+
+        Raises:
+            ValueError: the tower is in another dtype.
+        """
+        weight = tower.patch_embed.proj.weight
+        if not dtype_fits(weight.dtype):
+            raise ValueError(f"the fast form computes in bf16 and fp16, not in {weight.dtype}")
+        self.dtype, self.device = weight.dtype, weight.device
+        with self._arithmetic():
+            self.packed: PackedTower = pack(tower)
+        self.copied_bytes = parameter_bytes(self.packed, tower)
+        pairs, width = self.packed.padded // 2, weight.shape[0]
+        self.placements = Placements(tower.config, tower.patch_embed, pairs, cache_bytes)
+        self._largest = FieldSizes(graph_tokens, width, pairs, self.dtype)
+        self._graphs: BlockGraphs | None = None
+        self._lock = threading.Lock()
+        self._stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+
+    def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Run one group of items.
+
+        Args:
+            patches: [tokens, 588], of the tower's dtype and device.
+            grids: (t, h, w) of each item.
+
+        Returns:
+            [sum of h * w / 4, 4, hidden_size], final norm applied.
+        """
+        with self._arithmetic(), self._lock, self._in_order():
+            placement = self._place(grids)
+            normed = self._encode(patches, placement)
+            still = mean_of_clips(normed[: placement.tokens], grids)
+            return gather_members(still, placement.merge)
+
+    def warm_up(self, tokens: Sequence[int]) -> dict[int, float]:
+        """Run one square-like image of each size now, so that no later call of that size has a first-call cost.
+
+        Args:
+            tokens: of the images, before padding; each a multiple of 4.
+
+        Returns:
+            Seconds by padded size.
+        """
+        seconds = {}
+        for count in sorted({padded_tokens(n) for n in tokens}):
+            start = time.perf_counter()
+            rows = 2
+            self(torch.zeros(count, PATCH_VALUES, dtype=self.dtype, device=self.device), [(1, rows, count // rows)])
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds[count] = round(time.perf_counter() - start, 4)
+        return seconds
+
+    @property
+    def first_call_seconds(self) -> dict[GraphKey, float]:
+        """What recording each graph cost so far."""
+        return {} if self._graphs is None else dict(self._graphs.seconds)
+
+    def groups(self, lengths: Sequence[int]) -> Iterator[range]:
+        """Split items into groups that are run together: long ones alone, short ones up to GROUP_TOKENS."""
+        return group_items(lengths, GROUP_TOKENS, attention.ALONE_TOKENS)
+
+    # -------------------------------------------------------------------------------------------------- what runs
+
+    @property
+    def _graph_tokens(self) -> int:
+        return self._largest.padded if self.device.type == "cuda" else 0
+
+    def _place(self, grids: Sequence[Grid]) -> Placement:
+        tokens = sum(t * h * w for t, h, w in grids)
+        padded = padded_tokens(tokens)
+        # padding bounds the number of graphs and of cuDNN's plans; several items without a graph need neither
+        small = padded <= self._graph_tokens and len(grids) < SEGMENTS[-1]
+        return self.placements.of(grids, padded if len(grids) == 1 or small else tokens)
+
+    def _encode(self, patches: Tensor, placement: Placement) -> Tensor:
+        form = self._form(placement)
+        if not self._has_graph(form, placement):
+            sizes = placement.sizes
+            spare = (0, PADDED_PATCH_VALUES - PATCH_VALUES, 0, sizes.padded - placement.tokens)
+            return self._body(form, placement, F.pad(patches, spare), placement.fields, None)
+        if self._graphs is None:
+            self._graphs = BlockGraphs(self._largest, self.device)
+        segments = placement.sizes.segments if form == "unequal" else 0
+        key = GraphKey(placement.sizes.padded, form, segments)
+        known = key in self._graphs.seconds
+        normed = self._graphs.run(key, patches, placement, partial(self._body, form, placement))
+        if not known:
+            _LOG.info("recorded a CUDA graph of %d tokens in %.3f s", key.padded, self._graphs.seconds[key])
+        return normed
+
+    def _has_graph(self, form: str, placement: Placement) -> bool:
+        if placement.sizes.padded > self._graph_tokens or placement.sizes.segments > SEGMENTS[-1]:
+            return False
+        one = len(placement.lengths) == 1
+        return one or (attention.has_varlen(self.device.type) and max(placement.lengths) <= attention.ALONE_TOKENS)
+
+    def _form(self, placement: Placement) -> str:
+        """Name the form of attention.
+
+        Returns:
+            ``whole`` for one item whose padding, if any, its keys mask; ``masked`` for one with a mask; ``equal`` for
+            items of one length; ``unequal`` for any others.
+        """
+        padding = placement.sizes.padded > placement.tokens
+        if len(placement.lengths) == 1:
+            return "masked" if padding and not self.packed.masks else "whole"
+        # a graph serves any lengths, a batch only its own
+        small = placement.sizes.padded <= self._graph_tokens
+        return "equal" if len(set(placement.lengths)) == 1 and not padding and not small else "unequal"
+
+    def _body(self, form: str, placement: Placement, patches: Tensor, fields: Fields, out: Tensor | None) -> Tensor:
+        with attention.preferred_kernels(self.device):
+            return encode(self.packed, patches, fields, self._attend(form, placement, fields), out)
+
+    def _attend(self, form: str, placement: Placement, fields: Fields) -> Attend:
+        """Attention of a form; a graph that is recorded with it serves other placements of its key too."""
+        dim, padded = self.packed.head_dim, placement.sizes.padded
+        if form != "unequal":
+            items = len(placement.lengths) if form == "equal" else 1
+            mask = fields.mask if form == "masked" else None
+            return partial(attention.attend_equal, items=items, head_dim=dim, mask=mask)
+        longest = max(placement.lengths)
+        if longest <= attention.ALONE_TOKENS:
+            longest = min(padded, attention.ALONE_TOKENS)  # a bound for all placements of a graph
+        return partial(
+            attention.attend_unequal,
+            lengths=[length for length in (*placement.lengths, padded - placement.tokens) if length],
+            ends=fields.ends,
+            longest=longest,
+            head_dim=dim,
+        )
+
+    # -------------------------------------------------------------------------------------------------- around it
+
+    @contextlib.contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """No gradients and no autocast; and ordinary tensors, which what is kept must be to serve all callers."""
+        device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            torch.autocast(self.device.type, enabled=False),
+            device,
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Let a call on another stream wait for the one before: they share inputs, outputs and what is kept."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream()
+        if self._done is not None and stream != self._stream:
+            stream.wait_event(self._done)
+        yield
+        self._done = self._done or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record(stream)
+        self._stream = stream

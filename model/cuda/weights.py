@@ -1,0 +1,144 @@
+"""The tower's weights as the fast form wants them: heads padded for the attention kernels, patches for aligned loads.
+
+Everything that needs no padding is the tower's own tensor and not a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.cuda.residual_norm import NormWeights, norm_weights
+from model.tower import Block, VisionTower
+
+# Rows of 588 values are no multiple of 16 bytes, for which cuBLAS has only kernels that take four times as long.
+PATCH_VALUES, PADDED_PATCH_VALUES = 588, 592
+# What a padded key's logit is before scaling, exact in bf16 and in fp16. Times the scale of any head size up to 128 it
+# is below -2600, whose exponential is 0 in fp32 whatever the other logits of a sane tower are.
+MASKED = -29952.0
+_HEAD_MULTIPLE = 16
+
+
+def padded_head(head_dim: int) -> int:
+    """Head size that attention kernels run at full speed: 72 becomes 80 (6 % faster at 16384 tokens on an H200)."""
+    return -(-head_dim // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """Weights of one block; see :class:`PackedTower`. A bias is None where the family has none."""
+
+    norm0: NormWeights
+    wqkv: Tensor
+    qkv_bias: Tensor | None
+    wo: Tensor
+    wo_bias: Tensor | None
+    norm1: NormWeights
+    fc0: Tensor
+    fc0_bias: Tensor
+    fc1: Tensor
+    fc1_bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class PackedTower:
+    """Weights of a tower.
+
+    Attributes:
+        heads: of attention.
+        head_dim: the model's; the scale of the logits follows it.
+        padded: elements of a head in wqkv's output and wo's input.
+        patch: [hidden_size, 592] of the patch embedding, whose bias is part of the positions.
+        blocks: one an encoder block; wqkv [3 * heads * padded, hidden_size], wo [hidden_size, heads * padded].
+        final: the norm after the last block.
+    """
+
+    heads: int
+    head_dim: int
+    padded: int
+    patch: Tensor
+    blocks: tuple[BlockWeights, ...]
+    final: NormWeights
+
+    @property
+    def masks(self) -> bool:
+        """Whether heads have room for the elements by which padded keys are masked; see :func:`_pad_qkv_bias`."""
+        return self.padded > self.head_dim
+
+
+def pack(tower: VisionTower) -> PackedTower:
+    """Pack a tower's weights; copies are made of the patch embedding and, with padded heads, of wqkv and wo."""
+    config = tower.config
+    weight = tower.patch_embed.proj.weight.detach().flatten(1)
+    patch = weight.new_zeros(weight.shape[0], PADDED_PATCH_VALUES)
+    patch[:, :PATCH_VALUES] = weight
+    blocks = tuple(_pack_block(block) for block in tower.encoder.blocks if isinstance(block, Block))
+    final = norm_weights(tower.encoder.final_layernorm)
+    dim = config.head_dim
+    return PackedTower(config.num_attention_heads, dim, padded_head(dim), patch, blocks, final)
+
+
+def _pack_block(block: Block) -> BlockWeights:
+    heads = block.heads
+    dim = block.wqkv.weight.shape[0] // (3 * heads)
+    padded = padded_head(dim)
+    fc0 = block.mlp.fc0
+    # bias and activation are one epilogue of the product, which has no form without the bias
+    fc0_bias = fc0.weight.new_zeros(fc0.weight.shape[0]) if fc0.bias is None else fc0.bias
+    wqkv, wo = block.wqkv.weight.detach(), block.wo.weight.detach()
+    qkv_bias: Tensor | None = block.wqkv.bias
+    if padded > dim:
+        wqkv = _pad(wqkv.view(3, heads, dim, -1), 2, padded).flatten(0, 2)
+        wo = _pad(wo.view(-1, heads, dim), 2, padded).flatten(1)
+        qkv_bias = _pad_qkv_bias(block.wqkv.weight, qkv_bias, heads, padded)
+    return BlockWeights(
+        norm_weights(block.norm0),
+        wqkv,
+        qkv_bias,
+        wo,
+        block.wo.bias,
+        norm_weights(block.norm1),
+        fc0.weight,
+        fc0_bias,
+        block.mlp.fc1.weight,
+        block.mlp.fc1.bias,
+    )
+
+
+def _pad(x: Tensor, axis: int, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[axis] = size
+    padded = x.new_zeros(shape)
+    padded.narrow(axis, 0, x.shape[axis]).copy_(x.detach())
+    return padded
+
+
+def _pad_qkv_bias(weight: Tensor, bias: Tensor | None, heads: int, padded: int) -> Tensor:
+    """Bias with the first two spare elements of a head set to (1, 0) in q and (0, 1) in k.
+
+    They are one more pair for the rotation, with cos 1 and sin 0 at a token, which leaves their product 0, and with
+    sin -MASKED at padding, which turns the key to (MASKED, 1): no query sees it, at no cost.
+    """
+    dim = weight.shape[0] // (3 * heads)
+    packed = weight.new_zeros(3, heads, padded)
+    if bias is not None:
+        packed[:, :, :dim] = bias.detach().view(3, heads, dim)
+    packed[0, :, dim] = 1
+    packed[1, :, dim + 1] = 1
+    return packed.flatten()
+
+
+def parameter_bytes(packed: PackedTower, tower: VisionTower) -> int:
+    """Bytes of the copies that the packing made."""
+    own = {p.data_ptr() for p in tower.parameters()}
+    tensors = [packed.patch]
+    for block in packed.blocks:
+        tensors += [t for t in (block.wqkv, block.qkv_bias, block.wo, block.fc0_bias) if t is not None]
+    return sum(t.nbytes for t in tensors if t.data_ptr() not in own)
+
+
+def dtype_fits(dtype: torch.dtype) -> bool:
+    """Whether the fast form computes in this dtype: fp32 stays with the plain tower, which is the reference."""
+    return dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,46 @@
+"""One call from a source of weights to a live tower that runs as fast as we know how."""
+
+from __future__ import annotations
+
+import torch
+
+from model.checkpoint import open_source
+from model.tower import KimiVision, build_tower
+
+
+def load(source: str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> KimiVision:
+    """Build the live tower of a source.
+
+    On a GPU in bf16 or fp16 it runs in the fast form of :mod:`model.cuda`: fused kernels, the attention kernel that was
+    measured to be the fastest, positions kept by grid, CUDA graphs for small inputs. The first call of each padded size
+    costs more (plans, a recorded graph); ``tower.fast_tower().warm_up([...])`` pays for it beforehand.
+
+    Args:
+        source: checkpoint folder in hub layout, or ``random:PRESET?...``.
+        device: where it runs.
+        dtype: of the tower; None for bf16 on a GPU, as checkpoints are, and fp32 elsewhere.
+
+    Returns:
+        The tower in evaluation mode, without gradients.
+
+    Raises:
+        InputError: the source cannot be used.
+    """
+    place = torch.device(device)
+    if dtype is None:
+        dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    tower = build_tower(open_source(source), dtype=dtype, device=place)
+    if place.type == "cuda" and _can_be_fast():
+        tower.accelerate()
+    return tower
+
+
+def _can_be_fast() -> bool:
+    try:
+        from model.cuda.residual_norm_kernel import compiles_here
+    except ImportError:
+        from model.platform import say_once
+
+        say_once("the tower runs in its plain form on this GPU for want of Triton; pip install triton")
+        return False
+    return compiles_here()
