@@ -7,6 +7,7 @@ that and not by their number. Results are those of the same kernels without a gr
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from model.cuda.placement import Fields, FieldSizes, Placement
 from model.cuda.weights import PADDED_PATCH_VALUES, PATCH_VALUES
 
+# One image makes at most 48 sizes up to 4096 tokens; several items of one length, or of any, make more.
+MOST_GRAPHS = 128
+
 
 class GraphKey(NamedTuple):
     """What a graph is recorded for.
@@ -23,7 +27,7 @@ class GraphKey(NamedTuple):
     Attributes:
         padded: tokens with padding.
         form: of attention, as :class:`model.cuda.tower.FastTower` names it.
-        segments: that attention has room for, where items are of unequal lengths; otherwise 0.
+        segments: items of equal lengths, or, of unequal ones, how many attention has room for.
     """
 
     padded: int
@@ -54,21 +58,20 @@ class BlockGraphs:
         self._block = torch.zeros(sizes.nbytes, dtype=torch.uint8, device=device)
         self._out = torch.empty(sizes.padded, sizes.width, dtype=sizes.dtype, device=device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._graphs: OrderedDict[GraphKey, torch.cuda.CUDAGraph] = OrderedDict()
         self._loaded: Placement | None = None
         self.seconds: dict[GraphKey, float] = {}
 
-    def run(self, key: GraphKey, patches: Tensor, placement: Placement, body: Body) -> Tensor:
-        """Replay the graph of a key on a call's inputs, after recording it if it is not there.
+    def has(self, key: GraphKey) -> bool:
+        """Whether a graph is recorded."""
+        return key in self._graphs
+
+    def load(self, patches: Tensor, placement: Placement) -> None:
+        """Copy a call's inputs to where the graphs read them.
 
         Args:
-            key: of the graph.
             patches: [tokens, 588] in the model's dtype, on the device.
-            placement: of these tokens.
-            body: what to record.
-
-        Returns:
-            [padded, hidden_size], overwritten by the next call.
+            placement: of these tokens; must fit the largest size.
         """
         padded, tokens = placement.sizes.padded, placement.tokens
         self._patches[:tokens, :PATCH_VALUES].copy_(patches)
@@ -78,13 +81,24 @@ class BlockGraphs:
         if self._loaded is not placement:
             self._block[: placement.block.nbytes].copy_(placement.block)
             self._loaded = placement
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = self._record(key, placement.sizes, body)
-        graph.replay()
-        return self._out[:padded]
 
-    def _record(self, key: GraphKey, sizes: FieldSizes, body: Body) -> torch.cuda.CUDAGraph:
+    def replay(self, key: GraphKey) -> Tensor:
+        """Run a recorded graph on what is loaded: [padded, hidden_size], overwritten by the next call."""
+        self._graphs[key].replay()
+        self._graphs.move_to_end(key)
+        return self._out[: key.padded]
+
+    def record(self, key: GraphKey, sizes: FieldSizes, body: Body) -> float:
+        """Record a graph; of more than MOST_GRAPHS, the one used least recently goes.
+
+        Args:
+            key: of the graph.
+            sizes: of its inputs.
+            body: what to record.
+
+        Returns:
+            Seconds that it took.
+        """
         start = time.perf_counter()
         patches, fields, out = self._patches[: sizes.padded], sizes.views(self._block), self._out[: sizes.padded]
         # once without a graph, on a stream of its own: libraries load, plan and allocate what no graph may record
@@ -98,8 +112,11 @@ class BlockGraphs:
         # other threads of the process may allocate meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             body(patches, fields, out)
+        while len(self._graphs) >= MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+        self._graphs[key] = graph
         self.seconds[key] = round(time.perf_counter() - start, 4)
-        return graph
+        return self.seconds[key]
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,8 @@ The tensors lie in one block of bytes, so that a CUDA graph gets them by one cop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -60,7 +61,7 @@ class FieldSizes:
     Attributes:
         padded: tokens with padding, a multiple of 64 wherever a graph may need them.
         width: hidden_size.
-        pairs: half of a padded head.
+        pairs: half of a head as attention gets it.
         dtype: of the model.
         segments: items, and one for the padding, that ``ends`` has room for.
     """
@@ -140,22 +141,38 @@ class _Positions:
 class Placements:
     """Makes placements and keeps them, and the positions of single items for calls that mix them anew."""
 
-    def __init__(self, config: VisionConfig, embed: PatchEmbed, pairs: int, max_bytes: int) -> None:
+    def __init__(self, config: VisionConfig, embed: PatchEmbed, max_bytes: int) -> None:
         """Prepare.
 
         Args:
             config: the tower's config.
             embed: has the position table and the bias.
-            pairs: half of a padded head.
             max_bytes: bound of all that is kept.
         """
-        self._config, self._embed, self._pairs = config, embed, pairs
+        self._config, self._embed = config, embed
         self.cache: ByteCache[Placement | _Positions] = ByteCache(max_bytes)
 
-    def of(self, grids: Sequence[Grid], padded: int) -> Placement:
-        """Return the placement of items (t, h, w) with so many tokens in all, padding included."""
-        key = (tuple(grids), padded, *self._identity())
-        found = self.cache.get(key, lambda: self._make(grids, padded))
+    def of(
+        self,
+        grids: Sequence[Grid],
+        padded: int,
+        pairs: int,
+        making: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> Placement:
+        """Return the placement of items.
+
+        Args:
+            grids: (t, h, w) of each item.
+            padded: tokens of all, padding included.
+            pairs: half of a head as attention gets it.
+            making: gives the context to make tensors in, since they are kept.
+        """
+
+        def make() -> Placement:
+            with making():
+                return self._make(grids, padded, pairs)
+
+        found = self.cache.get((tuple(grids), padded, pairs, *self._identity()), make)
         if not isinstance(found, Placement):
             raise TypeError("a key of placements holds something else")
         return found
@@ -166,12 +183,12 @@ class Placements:
         version = 0 if table.is_inference() else table._version
         return self._config.pos_emb_interpolation_mode, table.dtype, table.device, table.data_ptr(), version
 
-    def _make(self, grids: Sequence[Grid], padded: int) -> Placement:
+    def _make(self, grids: Sequence[Grid], padded: int, pairs: int) -> Placement:
         config, table = self._config, self._embed.pos_emb.weight
         lengths = tuple(t * h * w for t, h, w in grids)
         tokens, device = sum(lengths), table.device
         segments = next((size for size in SEGMENTS if len(grids) < size), len(grids) + 1)
-        sizes = FieldSizes(padded, config.hidden_size, self._pairs, table.dtype, segments)
+        sizes = FieldSizes(padded, config.hidden_size, pairs, table.dtype, segments)
         block = torch.zeros(sizes.nbytes, dtype=torch.uint8, device=device)
         fields = sizes.views(block)
         torch.cat([self._positions(grid) for grid in grids], out=fields.pos[:tokens])
@@ -193,7 +210,7 @@ class Placements:
         fields.cos.fill_(1)
         fields.cos[:tokens, :half] = angles.cos()
         fields.sin[:tokens, :half] = angles.sin()
-        if self._pairs > half:
+        if fields.sin.shape[1] > half:
             fields.sin[tokens:, half] = -MASKED
 
     def _positions(self, grid: Grid) -> Tensor:

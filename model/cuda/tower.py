@@ -17,7 +17,15 @@ from model.cuda import attention
 from model.cuda.encoder import Attend, encode
 from model.cuda.graphs import BlockGraphs, GraphKey
 from model.cuda.placement import SEGMENTS, Fields, FieldSizes, Grid, Placement, Placements, padded_tokens
-from model.cuda.weights import PADDED_PATCH_VALUES, PATCH_VALUES, PackedTower, dtype_fits, pack, parameter_bytes
+from model.cuda.weights import (
+    PADDED_PATCH_VALUES,
+    PATCH_VALUES,
+    PackedTower,
+    dtype_fits,
+    pack,
+    parameter_bytes,
+    unpadded,
+)
 from model.tower import VisionTower, gather_members, group_items, mean_of_clips
 
 CACHE_BYTES = 256 << 20  # positions and angles: 44 MB for 16384 tokens, 2.7 MB for 1024
@@ -50,11 +58,13 @@ class FastTower:
         if not dtype_fits(weight.dtype):
             raise ValueError(f"the fast form computes in bf16 and fp16, not in {weight.dtype}")
         self.dtype, self.device = weight.dtype, weight.device
-        with self._arithmetic():
+        with _kept():
             self.packed: PackedTower = pack(tower)
+            # several items: short ones, for which wider heads cost the products more than attention gains
+            self.unpadded = unpadded(self.packed, tower) if self.packed.masks else self.packed
         self.copied_bytes = parameter_bytes(self.packed, tower)
         pairs, width = self.packed.padded // 2, weight.shape[0]
-        self.placements = Placements(tower.config, tower.patch_embed, pairs, cache_bytes)
+        self.placements = Placements(tower.config, tower.patch_embed, cache_bytes)
         self._largest = FieldSizes(graph_tokens, width, pairs, self.dtype)
         self._graphs: BlockGraphs | None = None
         self._lock = threading.Lock()
@@ -71,11 +81,16 @@ class FastTower:
         Returns:
             [sum of h * w / 4, 4, hidden_size], final norm applied.
         """
-        with self._arithmetic(), self._lock, self._in_order():
+        with self._lock, torch.no_grad(), self._on_device():
+            stream = self._wait_for_others()
             placement = self._place(grids)
             normed = self._encode(patches, placement)
-            still = mean_of_clips(normed[: placement.tokens], grids)
-            return gather_members(still, placement.merge)
+            members = gather_members(mean_of_clips(normed[: placement.tokens], grids), placement.merge)
+            if stream is not None:
+                self._done = self._done or torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._done.record(stream)
+                self._stream = stream
+            return members
 
     def warm_up(self, tokens: Sequence[int]) -> dict[int, float]:
         """Run one square-like image of each size now, so that no later call of that size has a first-call cost.
@@ -112,11 +127,21 @@ class FastTower:
         return self._largest.padded if self.device.type == "cuda" else 0
 
     def _place(self, grids: Sequence[Grid]) -> Placement:
-        tokens = sum(t * h * w for t, h, w in grids)
+        """Pad where that bounds the number of graphs and plans and costs less than it saves.
+
+        Several items of one length are planned and recorded as they are. Without a graph, unequal ones need no plan,
+        and a mask is not worth its cost (half of attention's time): such a length is planned by itself, once.
+        """
+        areas = [t * h * w for t, h, w in grids]
+        tokens = sum(areas)
         padded = padded_tokens(tokens)
-        # padding bounds the number of graphs and of cuDNN's plans; several items without a graph need neither
-        small = padded <= self._graph_tokens and len(grids) < SEGMENTS[-1]
-        return self.placements.of(grids, padded if len(grids) == 1 or small else tokens)
+        one, small = len(areas) == 1, padded <= self._graph_tokens and len(areas) < SEGMENTS[-1]
+        pads = (one and self.packed.masks) or (small and (one or len(set(areas)) > 1))
+        pairs = self._weights(len(areas)).padded // 2
+        return self.placements.of(grids, padded if pads else tokens, pairs, _kept)
+
+    def _weights(self, items: int) -> PackedTower:
+        return self.packed if items == 1 else self.unpadded
 
     def _encode(self, patches: Tensor, placement: Placement) -> Tensor:
         form = self._form(placement)
@@ -125,20 +150,22 @@ class FastTower:
             spare = (0, PADDED_PATCH_VALUES - PATCH_VALUES, 0, sizes.padded - placement.tokens)
             return self._body(form, placement, F.pad(patches, spare), placement.fields, None)
         if self._graphs is None:
-            self._graphs = BlockGraphs(self._largest, self.device)
-        segments = placement.sizes.segments if form == "unequal" else 0
+            with _kept():
+                self._graphs = BlockGraphs(self._largest, self.device)
+        segments = {"equal": len(placement.lengths), "unequal": placement.sizes.segments}.get(form, 1)
         key = GraphKey(placement.sizes.padded, form, segments)
-        known = key in self._graphs.seconds
-        normed = self._graphs.run(key, patches, placement, partial(self._body, form, placement))
-        if not known:
-            _LOG.info("recorded a CUDA graph of %d tokens in %.3f s", key.padded, self._graphs.seconds[key])
-        return normed
+        self._graphs.load(patches, placement)
+        if not self._graphs.has(key):
+            with _kept():
+                seconds = self._graphs.record(key, placement.sizes, partial(self._body, form, placement))
+            _LOG.info("recorded a CUDA graph of %d tokens in %.3f s", key.padded, seconds)
+        return self._graphs.replay(key)
 
     def _has_graph(self, form: str, placement: Placement) -> bool:
         if placement.sizes.padded > self._graph_tokens or placement.sizes.segments > SEGMENTS[-1]:
             return False
-        one = len(placement.lengths) == 1
-        return one or (attention.has_varlen(self.device.type) and max(placement.lengths) <= attention.ALONE_TOKENS)
+        any_lengths = attention.has_varlen(self.device.type) and max(placement.lengths) <= attention.ALONE_TOKENS
+        return form != "unequal" or any_lengths
 
     def _form(self, placement: Placement) -> str:
         """Name the form of attention.
@@ -150,13 +177,13 @@ class FastTower:
         padding = placement.sizes.padded > placement.tokens
         if len(placement.lengths) == 1:
             return "masked" if padding and not self.packed.masks else "whole"
-        # a graph serves any lengths, a batch only its own
-        small = placement.sizes.padded <= self._graph_tokens
-        return "equal" if len(set(placement.lengths)) == 1 and not padding and not small else "unequal"
+        return "equal" if len(set(placement.lengths)) == 1 and not padding else "unequal"
 
     def _body(self, form: str, placement: Placement, patches: Tensor, fields: Fields, out: Tensor | None) -> Tensor:
-        with attention.preferred_kernels(self.device):
-            return encode(self.packed, patches, fields, self._attend(form, placement, fields), out)
+        plain_dtypes = torch.autocast(self.device.type, enabled=False)
+        with attention.preferred_kernels(self.device), plain_dtypes:
+            weights = self._weights(len(placement.lengths))
+            return encode(weights, patches, fields, self._attend(form, placement, fields), out)
 
     def _attend(self, form: str, placement: Placement, fields: Fields) -> Attend:
         """Attention of a form; a graph that is recorded with it serves other placements of its key too."""
@@ -178,28 +205,23 @@ class FastTower:
 
     # -------------------------------------------------------------------------------------------------- around it
 
-    @contextlib.contextmanager
-    def _arithmetic(self) -> Iterator[None]:
-        """No gradients and no autocast; and ordinary tensors, which what is kept must be to serve all callers."""
-        device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-        with (
-            torch.inference_mode(mode=False),
-            torch.no_grad(),
-            torch.autocast(self.device.type, enabled=False),
-            device,
-        ):
-            yield
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+            return contextlib.nullcontext()
+        return torch.cuda.device(self.device)
 
-    @contextlib.contextmanager
-    def _in_order(self) -> Iterator[None]:
+    def _wait_for_others(self) -> torch.cuda.Stream | None:
         """Let a call on another stream wait for the one before: they share inputs, outputs and what is kept."""
         if self.device.type != "cuda":
-            yield
-            return
+            return None
         stream = torch.cuda.current_stream()
         if self._done is not None and stream != self._stream:
             stream.wait_event(self._done)
+        return stream
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    """Make tensors that outlive the call: ordinary ones, which serve callers in and out of inference mode."""
+    with torch.inference_mode(mode=False), torch.no_grad():
         yield
-        self._done = self._done or torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._done.record(stream)
-        self._stream = stream

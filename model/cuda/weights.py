@@ -5,7 +5,7 @@ Everything that needs no padding is the tower's own tensor and not a copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,16 +74,27 @@ def pack(tower: VisionTower) -> PackedTower:
     weight = tower.patch_embed.proj.weight.detach().flatten(1)
     patch = weight.new_zeros(weight.shape[0], PADDED_PATCH_VALUES)
     patch[:, :PATCH_VALUES] = weight
-    blocks = tuple(_pack_block(block) for block in tower.encoder.blocks if isinstance(block, Block))
-    final = norm_weights(tower.encoder.final_layernorm)
     dim = config.head_dim
-    return PackedTower(config.num_attention_heads, dim, padded_head(dim), patch, blocks, final)
+    padded = padded_head(dim)
+    return PackedTower(
+        config.num_attention_heads,
+        dim,
+        padded,
+        patch,
+        tuple(_pack_block(block, padded) for block in tower.encoder.blocks if isinstance(block, Block)),
+        norm_weights(tower.encoder.final_layernorm),
+    )
 
 
-def _pack_block(block: Block) -> BlockWeights:
+def unpadded(packed: PackedTower, tower: VisionTower) -> PackedTower:
+    """Return the same with heads as they are, for calls that neither mask nor gain by padding: no copies."""
+    blocks = tuple(_pack_block(block, packed.head_dim) for block in tower.encoder.blocks if isinstance(block, Block))
+    return replace(packed, padded=packed.head_dim, blocks=blocks)
+
+
+def _pack_block(block: Block, padded: int) -> BlockWeights:
     heads = block.heads
     dim = block.wqkv.weight.shape[0] // (3 * heads)
-    padded = padded_head(dim)
     fc0 = block.mlp.fc0
     # bias and activation are one epilogue of the product, which has no form without the bias
     fc0_bias = fc0.weight.new_zeros(fc0.weight.shape[0]) if fc0.bias is None else fc0.bias

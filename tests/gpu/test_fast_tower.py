@@ -107,7 +107,10 @@ def test_an_item_by_itself_has_the_same_rows(name, grids):
 def test_graphs_and_launches_give_the_same_bits(name):
     graphed = tower_of(name, torch.bfloat16, fast=True)
     launched = build_tower(weights_of(name), dtype=torch.bfloat16, device="cuda").accelerate(graph_tokens=0)
-    for grids in ([(1, 16, 16)], [(1, 36, 46)], [(1, 2, 2)], [(4, 16, 24)]):
+    calls = [[(1, 16, 16)], [(4, 16, 24)], [(1, 32, 32)] * 3]
+    if name == "kimi-k2.5":  # K3 pads only where a graph bounds the number of lengths
+        calls += [[(1, 36, 46)], [(1, 2, 2)]]
+    for grids in calls:
         pixels = pixels_of(grids).to(torch.bfloat16)
         first = run(graphed, grids, pixels)  # records
         second = run(graphed, grids, pixels)  # replays
