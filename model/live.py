@@ -6,6 +6,7 @@ import torch
 
 from model.checkpoint import open_source
 from model.tower import KimiVision, build_tower
+from model.weights import VisionWeights
 
 
 def load(source: str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> KimiVision:
@@ -29,10 +30,13 @@ def load(source: str, *, device: torch.device | str = "cpu", dtype: torch.dtype 
     place = torch.device(device)
     if dtype is None:
         dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    tower = build_tower(open_source(source), dtype=dtype, device=place)
-    if place.type == "cuda" and _can_be_fast():
-        tower.accelerate()
-    return tower
+    return live_tower(open_source(source), device=place, dtype=dtype)
+
+
+def live_tower(weights: VisionWeights, *, device: torch.device | str, dtype: torch.dtype) -> KimiVision:
+    """Build the live tower of an opened source; see :func:`load`."""
+    tower = build_tower(weights, dtype=dtype, device=device)
+    return tower.accelerate() if tower.device.type == "cuda" and _can_be_fast() else tower
 
 
 def _can_be_fast() -> bool:

@@ -1,4 +1,4 @@
-"""Clocks: one call at a time after a rest, and calls in a row; contenders take turns."""
+"""Clocks: calls after a rest, calls one at a time, and calls in a row."""
 
 from __future__ import annotations
 
@@ -27,38 +27,40 @@ def first_call(call: Call) -> float:
     return _milliseconds(call)
 
 
-def time_calls(calls: dict[str, Call], repeats: int, seconds_in_a_row: float) -> dict[str, dict[str, float]]:
-    """Time calls from host to finished result.
+def time_calls(calls: dict[str, Call], repeats: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Time calls from host to finished result, in three ways.
 
     Args:
         calls: by name; warmed up here.
-        repeats: single calls of each.
-        seconds_in_a_row: of each one's calls in a row, which wait for the last result only.
+        repeats: calls of each after a rest.
+        seconds: for which each is called without a rest, in either way.
 
     Returns:
-        By name ``alone_ms`` (median), ``alone_min_ms``, ``alone_p90_ms``, ``in_a_row_ms`` and ``host_ms``, for which
-        one call keeps the CPU.
+        By name, medians in milliseconds: ``rested_ms``, a call after a rest, the contenders taking turns (and
+        ``rested_min_ms``, ``rested_p90_ms``); ``alone_ms``, calls that each wait for the result; ``in_a_row_ms``, calls
+        of which only the last is waited for, on average; and ``host_ms``, for which a call keeps the CPU at least.
     """
     for call in calls.values():
         for _ in range(3):
             call()
-    alone: dict[str, list[float]] = {name: [] for name in calls}
+    rested: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
             torch.cuda.synchronize()
             time.sleep(REST_SECONDS)
-            alone[name].append(_milliseconds(call))
+            rested[name].append(_milliseconds(call))
     rows = {}
     for name, call in calls.items():
-        times = sorted(alone[name])
+        times = sorted(rested[name])
         median = statistics.median(times)
-        count = max(3, int(seconds_in_a_row * 1e3 / median))
+        count = max(3, int(seconds * 1e3 / median))
         rows[name] = {
-            "alone_ms": median,
-            "alone_min_ms": times[0],
-            "alone_p90_ms": times[-(-90 * len(times) // 100) - 1],
+            "rested_ms": median,
+            "rested_min_ms": times[0],
+            "rested_p90_ms": times[-(-90 * len(times) // 100) - 1],
+            "alone_ms": statistics.median(_milliseconds(call) for _ in range(count)),
             "in_a_row_ms": _milliseconds(call, count),
-            "calls_in_a_row": count,
+            "calls": count,
             "host_ms": _host(call),
         }
     return rows
