@@ -20,6 +20,7 @@ COMMANDS = {
     "golden": "Record what PyTorch computes, to judge artifacts by.",
     "validate": "Run an artifact on its golden set and judge it.",
     "verify": "Exit with 0 only if this very artifact passed, for this GPU and this TensorRT.",
+    "bench": "Time live towers, ONNX models and engines side by side, and compare what they compute.",
     "inspect": "Show what an artifact holds and where it came from.",
 }
 INTERNAL_FAULT, INTERRUPTED = 1, 130

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -161,18 +160,9 @@ def _other(
 def _bare_engine(path: Path, flavor: str | None) -> AbstractContextManager[Backend]:
     """An engine of unknown origin; it names the plugins that it holds."""
     from exporter.trt.backend import EngineBackend
-    from plugins.fused_qk_rope.description import FUSED_QK_ROPE
+    from exporter.trt.bare import names_plugin
 
-    try:
-        size = path.stat().st_size
-        file = path.open("rb")
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}") from error
-    if not size:
-        raise BadInput(f"{path} is empty; fetch an intact copy or build it again")
-    with file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        plugin = content.find(FUSED_QK_ROPE.onnx_name.encode()) >= 0
-    return EngineBackend(path, flavor, v3_plugin=plugin)
+    return EngineBackend(path, flavor, v3_plugin=names_plugin(path))
 
 
 def _onnx_backend(path: Path, backend: str | None) -> AbstractContextManager[Backend]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -192,11 +191,25 @@ def case_pixels(case: PlannedCase, options: GoldenOptions, rule: PreprocessRule)
     elif case.image is not None:
         values = _fitted_photo(case, load_image(case.image))
     else:
-        digest = hashlib.sha256(f"{options.seed} {case.name}".encode()).digest()
-        noise = np.random.Generator(np.random.Philox(int.from_bytes(digest[:16], "little")))
-        values = noise.random((case.frames, case.patches, PATCH_VALUES), dtype=np.float32) * 2 - 1
+        values = noise_pixels(options.seed, case.name, case.frames, case.patches)
+    import torch
+
     rounded: Pixels = torch.from_numpy(values).to(getattr(torch, options.dtype)).to(torch.float32).numpy()
     return rounded
+
+
+def noise_pixels(seed: int, name: str, frames: int, patches: int) -> Pixels:
+    """Uniform noise in [-1, 1), the range of normalised pixels: [frames, patches, 588] fp32.
+
+    Args:
+        seed: of all cases.
+        name: of the case; another name is other noise.
+        frames: of the call.
+        patches: of one frame.
+    """
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    noise = np.random.Generator(np.random.Philox(int.from_bytes(digest[:16], "little")))
+    return noise.random((frames, patches, PATCH_VALUES), dtype=np.float32) * 2 - 1
 
 
 def _fitted_photo(case: PlannedCase, photo: Image.Image) -> Pixels:

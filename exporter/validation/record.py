@@ -40,6 +40,7 @@ __all__ = [
 
 Pixels = NDArray[np.float32]
 Progress = Callable[[str, int, int], None]
+LiveTower = Callable[[Tensor, Tensor], list[Tensor]]  # as KimiVision is called
 
 
 @contextlib.contextmanager
@@ -70,7 +71,7 @@ def describe_torch(device: str) -> BackendInfo:
 
 
 @torch.inference_mode()
-def run_live(tower: KimiVision, pixels: Pixels, grids: Sequence[tuple[int, int]]) -> Pixels:
+def run_live(tower: LiveTower, pixels: Pixels, grids: Sequence[tuple[int, int]]) -> Pixels:
     """Run the live tower on one call of the graph's interface.
 
     Args:
