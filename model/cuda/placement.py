@@ -178,10 +178,10 @@ class Placements:
         return found
 
     def _identity(self) -> tuple[object, ...]:
-        """What else the numbers depend on, the table's contents by its version counter."""
-        table = self._embed.pos_emb.weight
-        version = 0 if table.is_inference() else table._version
-        return self._config.pos_emb_interpolation_mode, table.dtype, table.device, table.data_ptr(), version
+        """What else the numbers depend on, the contents of table and bias by their version counters."""
+        table, bias = self._embed.pos_emb.weight, self._embed.proj.bias
+        contents = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in (table, bias) if x is not None]
+        return self._config.pos_emb_interpolation_mode, table.dtype, table.device, *contents
 
     def _make(self, grids: Sequence[Grid], padded: int, pairs: int) -> Placement:
         config, table = self._config, self._embed.pos_emb.weight

@@ -69,7 +69,11 @@ class PackedTower:
 
 
 def pack(tower: VisionTower) -> PackedTower:
-    """Pack a tower's weights; copies are made of the patch embedding and, with padded heads, of wqkv and wo."""
+    """Pack a tower's weights; copies are made of the patch embedding and, with padded heads, of wqkv and wo.
+
+    Raises:
+        TypeError: a block was replaced or wrapped, so that its tensors are not all it computes with.
+    """
     config = tower.config
     weight = tower.patch_embed.proj.weight.detach().flatten(1)
     patch = weight.new_zeros(weight.shape[0], PADDED_PATCH_VALUES)
@@ -81,15 +85,23 @@ def pack(tower: VisionTower) -> PackedTower:
         dim,
         padded,
         patch,
-        tuple(_pack_block(block, padded) for block in tower.encoder.blocks if isinstance(block, Block)),
+        _pack_blocks(tower, padded),
         norm_weights(tower.encoder.final_layernorm),
     )
 
 
 def unpadded(packed: PackedTower, tower: VisionTower) -> PackedTower:
     """Return the same with heads as they are, for calls that neither mask nor gain by padding: no copies."""
-    blocks = tuple(_pack_block(block, packed.head_dim) for block in tower.encoder.blocks if isinstance(block, Block))
-    return replace(packed, padded=packed.head_dim, blocks=blocks)
+    return replace(packed, padded=packed.head_dim, blocks=_pack_blocks(tower, packed.head_dim))
+
+
+def _pack_blocks(tower: VisionTower, padded: int) -> tuple[BlockWeights, ...]:
+    packed = []
+    for index, block in enumerate(tower.encoder.blocks):
+        if not isinstance(block, Block):
+            raise TypeError(f"block {index} is {type(block).__name__}: the fast form packs only the tower's own blocks")
+        packed.append(_pack_block(block, padded))
+    return tuple(packed)
 
 
 def _pack_block(block: Block, padded: int) -> BlockWeights:

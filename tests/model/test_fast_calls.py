@@ -1,0 +1,368 @@
+"""When the fast form answers and when the plain one does; what is noticed, copied, loaded and imported."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import model
+from exporter.validation.wrong_models import WRONG_MODELS
+from model.cuda.tower import FastTower
+from model.errors import ImageError
+from model.tower import KimiVision, build_tower
+from tests.model.samples import Grid, Watch, pixels_of, relative_error, run, tower_of, weights_of
+
+ROOT = Path(__file__).resolve().parents[2]
+GRIDS: list[Grid] = [(1, 4, 6), (1, 6, 2)]
+# twice bf16's own error on two layers of a tiny tower, which is 0.6 %
+TWO_ROUNDINGS = 0.012
+
+
+def fast_tower(dtype: torch.dtype = torch.bfloat16, name: str = "tiny") -> KimiVision:
+    return build_tower(weights_of(name), dtype=dtype).accelerate()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every call that the fast form answers."""
+    seen: list[int] = []
+    right = FastTower.__call__
+
+    def call(fast: FastTower, patches: Tensor, grids: list[Grid]) -> Tensor:
+        seen.append(len(grids))
+        return right(fast, patches, grids)
+
+    monkeypatch.setattr(FastTower, "__call__", call)
+    return seen
+
+
+# --------------------------------------------------------------------------------------------- which form answers
+
+
+def test_a_tower_is_plain_until_it_is_asked(calls: list[int]):
+    tower = build_tower(weights_of("tiny"), dtype=torch.bfloat16)
+    assert tower.fast_tower() is None
+    run(tower, GRIDS)
+    assert calls == []
+    assert tower.accelerate() is tower
+    run(tower, GRIDS)
+    assert calls == [2]
+    assert tower.fast_tower() is tower.fast_tower() is not None
+
+
+def test_fp32_stays_plain(calls: list[int]):
+    tower = fast_tower(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(run(tower, GRIDS), run(tower_of("tiny"), GRIDS), strict=True))
+    assert tower.fast_tower() is None
+    assert calls == []
+
+
+def test_gradient_of_the_pixels_arrives(calls: list[int]):
+    plain, tower = build_tower(weights_of("tiny"), dtype=torch.bfloat16), fast_tower()
+    run(tower, GRIDS)
+    assert len(calls) == 1
+    gradients = []
+    for model_ in (plain, tower):
+        pixels = pixels_of(GRIDS).to(torch.bfloat16).requires_grad_()
+        torch.cat(run(model_, GRIDS, pixels)).float().square().sum().backward()
+        gradients.append(pixels.grad)
+    assert len(calls) == 1
+    assert gradients[0] is not None
+    assert float(gradients[0].abs().sum()) > 0
+    assert torch.equal(*gradients)
+    with torch.no_grad():
+        run(tower, GRIDS, pixels_of(GRIDS).requires_grad_())
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("part", ["patch_embed.pos_emb.weight", "encoder.blocks.1.wqkv.bias"])
+def test_gradient_of_a_weight_arrives(part: str, calls: list[int]):
+    tower = fast_tower()
+    weight = tower.vision_tower.get_parameter(part).requires_grad_()
+    torch.cat(run(tower, GRIDS)).float().square().sum().backward()
+    assert calls == []
+    assert weight.grad is not None
+    assert float(weight.grad.abs().sum()) > 0
+
+
+def test_the_projector_is_trained_on_the_fast_forms_rows(calls: list[int]):
+    """No gradient has to pass the vision tower, so the fast form may answer; the projector still gets its own."""
+    tower, plain = fast_tower(), build_tower(weights_of("tiny"), dtype=torch.bfloat16)
+    gradients = []
+    for model_ in (tower, plain):
+        model_.mm_projector.requires_grad_()
+        torch.cat(run(model_, GRIDS)).float().square().sum().backward()
+        gradients.append(model_.mm_projector.proj[0].weight.grad)
+    assert calls == [2]
+    assert relative_error(gradients[:1], gradients[1:]) < 2 * TWO_ROUNDINGS  # it is twice linear in the rows
+    assert float(gradients[0].abs().sum()) > 0
+
+
+class Constant:
+    """Grids that a tracer need not follow."""
+
+    def tolist(self) -> list[list[int]]:
+        return [list(grid) for grid in GRIDS]
+
+
+class OnGrids(nn.Module):
+    def __init__(self, tower: KimiVision) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return torch.cat(self.tower(pixels, Constant()))
+
+
+def by_export(module: nn.Module, pixels: Tensor) -> Any:
+    return torch.export.export(module, (pixels,), strict=False).module()
+
+
+def by_trace(module: nn.Module, pixels: Tensor) -> Any:
+    return torch.jit.trace(module, (pixels,), check_trace=False)
+
+
+def by_make_fx(module: nn.Module, pixels: Tensor) -> Any:
+    return make_fx(module)(pixels)
+
+
+@pytest.mark.filterwarnings("ignore")  # the tracer's own deprecation, and its doubts about constants
+@pytest.mark.parametrize("trace", [by_export, by_trace, by_make_fx])
+def test_tracers_see_the_plain_form(trace: Any, calls: list[int]):
+    tower = fast_tower()
+    pixels = pixels_of(GRIDS).to(torch.bfloat16)
+    run(tower, GRIDS, pixels)  # what is kept of the grids must not become a constant of the trace
+    with torch.no_grad():
+        traced = trace(OnGrids(tower), pixels)
+        assert calls == [2]
+        want = torch.cat(run(tower_of("tiny", torch.bfloat16), GRIDS, pixels))
+        assert torch.equal(traced(pixels), want)
+
+
+def test_a_watching_mode_sees_the_plain_form(calls: list[int]):
+    tower = fast_tower()
+    with Watch():
+        run(tower, GRIDS)
+    assert calls == []
+
+
+def test_inference_mode_and_autocast_change_nothing(calls: list[int]):
+    grids = [(1, 6, 6), (1, 6, 6)]
+    results = []
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()):
+        for tower in (fast_tower(), fast_tower(name="tiny-k3")):
+            with mode:
+                first = run(tower, grids)
+            results.append(all(torch.equal(a, b) for a, b in zip(first, run(tower, grids), strict=True)))
+    assert results == [True] * 6
+    assert len(calls) == 12
+    fast = fast_tower().fast_tower()
+    assert fast is not None
+    patches = pixels_of(grids).to(torch.bfloat16).flatten(1)
+    with torch.autocast("cpu", dtype=torch.float16):
+        rows = fast(patches, grids)
+    assert rows.dtype == torch.bfloat16
+    assert torch.equal(rows, fast(patches, grids))
+
+
+def test_weights_made_in_inference_mode_can_be_used_outside(calls: list[int]):
+    with torch.inference_mode():
+        tower = fast_tower()
+        first = run(tower, GRIDS)
+    assert all(torch.equal(a, b) for a, b in zip(first, run(tower, GRIDS), strict=True))
+    assert calls == [2, 2]
+
+
+def test_what_is_kept_in_inference_mode_is_made_of_ordinary_tensors():
+    """Buffers of CUDA graphs are written to outside of it, which inference tensors refuse."""
+    tower = build_tower(weights_of("tiny"), dtype=torch.bfloat16).accelerate()
+    with torch.inference_mode():
+        run(tower, GRIDS)
+        fast = tower.fast_tower()
+    assert fast is not None
+    placement = fast._place(GRIDS)
+    assert fast.placements.cache.hits > 0
+    block = fast.packed.blocks[0]
+    kept = [placement.block, placement.merge, *placement.fields, fast.packed.patch, block.wqkv, block.wo]
+    assert not any(tensor.is_inference() for tensor in kept)
+
+
+def test_hooks_of_blocks_are_not_run_and_those_of_the_tower_are():
+    """As the documentation of ``accelerate`` says."""
+    assert "hooks on blocks are not run" in " ".join((KimiVision.accelerate.__doc__ or "").split())
+    tower = build_tower(weights_of("tiny"), dtype=torch.bfloat16)
+    seen: list[str] = []
+    tower.vision_tower.encoder.blocks[0].register_forward_hook(lambda *_: seen.append("block"))
+    tower.register_forward_hook(lambda *_: seen.append("tower"))
+    tower.mm_projector.register_forward_hook(lambda *_: seen.append("projector"))
+    run(tower, GRIDS)
+    assert seen == ["block", "projector", "tower"]
+    run(tower.accelerate(), GRIDS)
+    assert seen[3:] == ["projector", "tower"]
+
+
+def test_grids_are_checked_and_pixels_cast_as_by_the_plain_form():
+    tower = fast_tower()
+    with pytest.raises(ImageError):
+        tower(torch.zeros(23, 588), torch.tensor([(1, 4, 6)]))
+    assert tower(torch.empty(0, 588), torch.empty(0, 3, dtype=torch.int64)) == []
+    pixels = pixels_of(GRIDS)
+    half = run(tower, GRIDS, pixels.to(torch.bfloat16))
+    for given in (pixels, pixels.to(torch.bfloat16).double(), pixels.flatten(1)):
+        assert all(torch.equal(a, b) for a, b in zip(run(tower, GRIDS, given), half, strict=True))
+
+
+def test_options_reach_the_fast_form():
+    tower = build_tower(weights_of("tiny"), dtype=torch.bfloat16).accelerate(cache_bytes=0)
+    fast = tower.fast_tower()
+    assert fast is not None
+    run(tower, GRIDS)
+    assert len(fast.placements.cache) == 0
+    again = tower.accelerate().fast_tower()
+    assert again is not fast
+    run(tower, GRIDS)
+    assert again is not None
+    assert len(again.placements.cache) > 0
+
+
+# ---------------------------------------------------------------------------------------------------- other weights
+
+
+def other_state(tower: KimiVision) -> dict[str, Tensor]:
+    """Values of every kind that the fast form copies, shares or keeps."""
+    changed = ("wqkv", ".wo.", "fc0", "pos_emb", "patch_embed.proj")
+    state = tower.state_dict()
+    return {
+        name: value.flip(0) if any(part in name for part in changed) else value.clone() for name, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", ["tiny", "tiny-k3"])
+def test_loading_other_weights_is_noticed(name: str, assign: bool, calls: list[int]):
+    tower = fast_tower(name=name)
+    grids = [(1, 4, 6)]
+    before = run(tower, grids)
+    state = other_state(tower)
+    tower.load_state_dict(state, assign=assign)
+    tower.requires_grad_(requires_grad=False)
+    after = run(tower, grids)
+    plain = build_tower(weights_of(name), dtype=torch.bfloat16)
+    plain.load_state_dict(state)
+    assert calls == [1, 1]
+    assert relative_error(before, after) > 0.1
+    assert relative_error(after, run(plain, grids)) < TWO_ROUNDINGS
+
+
+def test_casting_is_noticed(calls: list[int]):
+    tower = fast_tower()
+    run(tower, GRIDS)
+    tower.to(torch.float16)
+    rows = run(tower, GRIDS)
+    assert rows[0].dtype == torch.float16
+    assert calls == [2, 2]
+    # fp16 of bf16 weights: closer to fp32 than bf16 can be
+    assert relative_error(rows, run(tower_of("tiny"), GRIDS)) < 0.0025
+    tower.float()
+    run(tower, GRIDS)
+    assert calls == [2, 2]
+    tower.bfloat16()
+    run(tower, GRIDS)
+    assert calls == [2, 2, 2]
+
+
+def test_casting_a_model_that_holds_the_tower_is_noticed(calls: list[int]):
+    tower = fast_tower()
+    parent = nn.Sequential(tower)
+    run(tower, GRIDS)
+    parent.half()
+    assert run(tower, GRIDS)[0].dtype == torch.float16
+    assert calls == [2, 2]
+
+
+# ------------------------------------------------------------------------------------------------------------- copies
+
+
+def through_pickle(tower: KimiVision) -> Any:
+    return pickle.loads(pickle.dumps(tower))
+
+
+def through_file(tower: KimiVision) -> Any:
+    buffer = io.BytesIO()
+    torch.save(tower, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, through_pickle, through_file])
+def test_copies_are_plain_and_can_be_accelerated(duplicate: Any, calls: list[int]):
+    tower = fast_tower()
+    fast_rows = run(tower, GRIDS)
+    duplicated = duplicate(tower)
+    assert duplicated.fast_tower() is None
+    plain_rows = run(duplicated, GRIDS)
+    assert calls == [2]
+    want = run(tower_of("tiny", torch.bfloat16), GRIDS)
+    assert all(torch.equal(a, b) for a, b in zip(plain_rows, want, strict=True))
+    accelerated = run(duplicated.accelerate(), GRIDS)
+    assert calls == [2, 2]
+    assert all(torch.equal(a, b) for a, b in zip(accelerated, fast_rows, strict=True))
+    run(tower, GRIDS)
+    assert calls == [2, 2, 2]  # the original stays fast
+
+
+def test_wrong_models_are_plain(calls: list[int]):
+    """Their substitutions are of functions that the fast form does not call, so it must not answer for them."""
+    right = fast_tower()
+    run(right, GRIDS)
+    applicable = [wrong for wrong in WRONG_MODELS if wrong.applies(right.config)]
+    assert len(applicable) > 10
+    assert [wrong.name for wrong in applicable if wrong.tower(right).fast_tower() is not None] == []
+    one = next(wrong for wrong in applicable if wrong.function == "model.rope.rope_angles")
+    with one.substituted():
+        rows = run(one.tower(right), GRIDS)
+    assert len(calls) == 1
+    assert relative_error(rows, run(right, GRIDS)) > 0.05
+
+
+# ------------------------------------------------------------------------------------------------------- model.load
+
+
+def test_load_on_a_cpu_gives_a_plain_fp32_tower():
+    tower = model.load("random:tiny?seed=1&layers=2")
+    assert tower.dtype == torch.float32
+    assert tower.device.type == "cpu"
+    assert not tower.training
+    assert not any(p.requires_grad for p in tower.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(run(tower, GRIDS), run(tower_of("tiny"), GRIDS), strict=True))
+    half = model.load("random:tiny?seed=1&layers=1", dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert half.dtype == torch.bfloat16
+    assert half.fast_tower() is None
+    assert half.accelerate().fast_tower() is not None
+
+
+def test_package_has_load_and_nothing_else():
+    assert model.__all__ == ["load"]
+    with pytest.raises(AttributeError, match="no attribute 'laod'"):
+        model.laod  # noqa: B018
+    assert not hasattr(model, "KimiVision")
+
+
+def test_importing_the_package_imports_no_torch():
+    code = (
+        "import sys, model, model.config; assert 'torch' not in sys.modules; "
+        "from model import load; assert 'torch' in sys.modules; assert load.__module__ == 'model.live'; "
+        "assert 'triton' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
