@@ -6,7 +6,8 @@ exported form in :mod:`model.graph` runs the same parts over symbolic sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from model import attention, position, projector, rope
 from model.config import VisionConfig
 from model.grids import check_grids
 from model.norm import tower_norm
-from model.platform import being_traced
+from model.platform import being_traced, say_once
 from model.weights import VisionWeights, read_all
 from plugins.fused_qk_rope.torch_op import fused_qk_rope
 
@@ -30,6 +31,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Items are run in groups of at most this many tokens, or one by one where they are longer: memory then follows the
 # longest item and not the sum, while small images still share their matrix products.
 GROUP_TOKENS = 4096
+_MAKING = threading.Lock()  # of fast forms
 
 
 class KimiVision(nn.Module):
@@ -40,7 +42,7 @@ class KimiVision(nn.Module):
         self.config = config
         self.vision_tower = VisionTower(config)
         self.mm_projector = projector.Projector(config)
-        self._make_fast: Callable[[], FastTower] | None = None
+        self._fast_options: dict[str, int] | None = None
         self._fast: FastTower | None = None
 
     @property
@@ -79,6 +81,10 @@ class KimiVision(nn.Module):
             # cast group by group: a copy of all pixels would grow with the sum of the items
             part = part.to(device=self.device, dtype=self.dtype)
             outputs += self._run_group(fast or self.vision_tower, part, grids[group.start : group.stop])
+        # looked at when all is launched, for a look takes the CPU 0.1 ms in which a GPU already computes
+        if fast is not None and fast.contents.changed():
+            self.fast_tower()
+            return self.forward(pixel_values, grid_thws)
         return outputs
 
     def _run_group(
@@ -92,55 +98,56 @@ class KimiVision(nn.Module):
 
     # ------------------------------------------------------------------------------------------------ the fast form
 
-    def accelerate(self, **options: int) -> KimiVision:
+    def accelerate(self, *, cache_bytes: int | None = None, graph_tokens: int | None = None) -> KimiVision:
         """Run the vision tower in its fast form from now on, wherever that can be: see :mod:`model.cuda`.
 
         Calls that need gradients, are traced or compiled, or come when the tower is in fp32 take the plain form as
-        before. Weights are packed at the first call, and again after ``load_state_dict`` and ``to``; the fast form does
-        not call modules, so hooks on blocks are not run.
+        before. Weights are packed at the first call, and again when they have changed. The fast form does not call
+        modules, so hooks on blocks are not run; where blocks or their layers were replaced it says so and stays plain.
 
         Args:
-            options: ``cache_bytes`` and ``graph_tokens`` of :class:`model.cuda.tower.FastTower`.
+            cache_bytes: bound of what is kept of grids; None for :data:`model.cuda.tower.CACHE_BYTES`.
+            graph_tokens: up to how many tokens a call runs as a CUDA graph, 0 for no graphs; None for
+                :data:`model.cuda.tower.GRAPH_TOKENS`.
 
         Returns:
             The tower itself.
         """
-        from model.cuda.tower import FastTower
-
-        self._make_fast = lambda: FastTower(self.vision_tower, **options)
+        given = {"cache_bytes": cache_bytes, "graph_tokens": graph_tokens}
+        self._fast_options = {name: value for name, value in given.items() if value is not None}
         self._fast = None
         return self
 
     def fast_tower(self) -> FastTower | None:
-        """Return the fast form, made now if it is due; None where the tower has none in its dtype."""
-        from model.cuda.weights import dtype_fits
+        """Return the fast form of the present weights, made now if it is due; None where this dtype has none."""
+        from model.cuda.tower import FastTower
+        from model.cuda.weights import fits
 
-        if self._fast is None and self._make_fast is not None and dtype_fits(self.dtype):
-            self._fast = self._make_fast()
-        return self._fast
+        with _MAKING:
+            if self._fast is not None and self._fast.contents.changed():
+                self._fast = None
+            if self._fast is None and self._fast_options is not None and fits(self.dtype, self.device):
+                try:
+                    self._fast = FastTower(self.vision_tower, **self._fast_options)
+                except TypeError as error:
+                    say_once(f"the tower runs in its plain form: {error}")
+                    self._fast_options = None
+            return self._fast
 
     def _fast_form(self, pixel_values: Tensor) -> FastTower | None:
-        if self._make_fast is None or being_traced(self.vision_tower.patch_embed.proj.weight):
+        if self._fast_options is None or being_traced(self.vision_tower.patch_embed.proj.weight):
             return None
-        if torch.is_grad_enabled() and (
-            pixel_values.requires_grad or any(p.requires_grad for p in self.vision_tower.parameters())
-        ):
+        if torch.is_grad_enabled() and pixel_values.requires_grad:
             return None
-        return self.fast_tower()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiVision:
-        self._fast = None  # `to`, `half` and the like make other tensors
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401
-        """Load weights as PyTorch does; the fast form packs them anew."""
-        self._fast = None
-        return super().load_state_dict(state_dict, strict, assign)
+        fast = self._fast
+        if fast is None or (fast.dtype, fast.device) != (self.dtype, self.device):
+            fast = self.fast_tower()
+        trained = fast is not None and torch.is_grad_enabled() and fast.contents.need_gradient()
+        return None if trained else fast
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the fast form, with its graphs and locks, out of copies; a copy is accelerated anew."""
-        return {**self.__dict__, "_fast": None, "_make_fast": None}
+        return {**self.__dict__, "_fast": None, "_fast_options": None}
 
 
 class VisionTower(nn.Module):

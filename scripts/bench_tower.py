@@ -204,7 +204,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-        "command": "python scripts/bench_tower.py " + " ".join(sys.argv[1:]),
+        "command": "python scripts/bench_tower.py " + " ".join(Path(word).name for word in sys.argv[1:]),
         "gpu": torch.cuda.get_device_name(),
         "versions": {
             "python": sys.version.split()[0],

@@ -45,6 +45,7 @@ class Fields(NamedTuple):
         cos: [padded, padded_head/2] fp32; 1 at spare elements of the heads.
         sin: like ``cos``; 0 at spare elements, but at padding what masks it.
         mask: [padded] in the model's dtype, additive: 0 at tokens, MASKED at padding.
+        ends: [segments + 1] int32: 0, the end of each item, and from then on ``padded``.
     """
 
     pos: Tensor
@@ -191,7 +192,10 @@ class Placements:
         sizes = FieldSizes(padded, config.hidden_size, pairs, table.dtype, segments)
         block = torch.zeros(sizes.nbytes, dtype=torch.uint8, device=device)
         fields = sizes.views(block)
-        torch.cat([self._positions(grid) for grid in grids], out=fields.pos[:tokens])
+        if len(grids) == 1:
+            fields.pos[:tokens] = self._item_positions(grids[0])  # kept as part of this placement
+        else:
+            torch.cat([self._positions(grid) for grid in grids], out=fields.pos[:tokens])
         self._fill_angles(fields, grids, tokens)
         fields.mask[tokens:] = MASKED
         ends = [0, *accumulate(lengths)]
@@ -213,15 +217,14 @@ class Placements:
         if fields.sin.shape[1] > half:
             fields.sin[tokens:, half] = -MASKED
 
-    def _positions(self, grid: Grid) -> Tensor:
+    def _item_positions(self, grid: Grid) -> Tensor:
         """Positions of one item with the bias of the patch embedding: computed in fp32, rounded once."""
+        bias, rows = self._embed.proj.bias, self._embed.item_positions(grid)
+        return (rows if bias is None else rows + bias).to(self._embed.pos_emb.weight.dtype)
 
-        def make() -> _Positions:
-            bias = self._embed.proj.bias
-            rows = self._embed.item_positions(grid)
-            return _Positions((rows if bias is None else rows + bias).to(self._embed.pos_emb.weight.dtype))
-
-        found = self.cache.get((grid, *self._identity()), make)
+    def _positions(self, grid: Grid) -> Tensor:
+        """The same, kept, for calls that mix items anew."""
+        found = self.cache.get((grid, *self._identity()), lambda: _Positions(self._item_positions(grid)))
         if not isinstance(found, _Positions):
             raise TypeError("a key of positions holds something else")
         return found.rows

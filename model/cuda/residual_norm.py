@@ -28,15 +28,15 @@ class NormWeights(NamedTuple):
 
 
 def norm_weights(norm: torch_nn.Module) -> NormWeights:
-    """Take a norm of the tower apart.
+    """Take a norm of the tower apart; the tensors share its memory.
 
     Raises:
         TypeError: it is neither LayerNorm nor RMSNorm.
     """
     if isinstance(norm, RMSNorm):
-        return NormWeights(norm.weight, None, norm.eps)
+        return NormWeights(norm.weight.detach(), None, norm.eps)
     if isinstance(norm, torch_nn.LayerNorm):
-        return NormWeights(norm.weight, norm.bias, norm.eps)
+        return NormWeights(norm.weight.detach(), norm.bias.detach(), norm.eps)
     raise TypeError(f"the tower has no norm {type(norm).__name__}")
 
 

@@ -94,6 +94,6 @@ def residual_norm_triton(x: Tensor, delta: Tensor | None, norm: NormWeights, out
     )
 
 
-def compiles_here() -> bool:
-    """Whether this process has a GPU that Triton compiles for (compute capability 8.0 and later, or ROCm)."""
-    return torch.cuda.is_available() and (torch.version.hip is not None or torch.cuda.get_device_capability() >= (8, 0))
+def compiles_for(device: torch.device) -> bool:
+    """Whether Triton compiles for a GPU (compute capability 8.0 and later, or ROCm)."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,9 @@ from model.cuda.placement import SEGMENTS, Fields, FieldSizes, Grid, Placement, 
 from model.cuda.weights import (
     PADDED_PATCH_VALUES,
     PATCH_VALUES,
+    Contents,
     PackedTower,
-    dtype_fits,
+    fits,
     pack,
     parameter_bytes,
     unpadded,
@@ -33,6 +35,10 @@ CACHE_BYTES = 256 << 20  # positions and angles: 44 MB for 16384 tokens, 2.7 MB 
 GRAPH_TOKENS = 4096
 # Items are run in groups of at most this many tokens; the plain tower's smaller groups would leave a GPU idle.
 GROUP_TOKENS = 16384
+GROUP_ITEMS = 256  # laying out tokens takes memory by tokens times items
+
+# One for all towers: which attention kernels PyTorch prefers is a setting of the process.
+_RUNNING = threading.RLock()
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,20 +61,21 @@ class FastTower:
             ValueError: the tower is in another dtype.
         """
         weight = tower.patch_embed.proj.weight
-        if not dtype_fits(weight.dtype):
-            raise ValueError(f"the fast form computes in bf16 and fp16, not in {weight.dtype}")
+        if not fits(weight.dtype, weight.device):
+            raise ValueError(f"the fast form computes in bf16 and fp16, not in {weight.dtype} on {weight.device}")
         self.dtype, self.device = weight.dtype, weight.device
         with _kept():
             self.packed: PackedTower = pack(tower)
             # several items: short ones, for which wider heads cost the products more than attention gains
             self.unpadded = unpadded(self.packed, tower) if self.packed.masks else self.packed
+        self.contents = Contents(tower)
         self.copied_bytes = parameter_bytes(self.packed, tower)
         pairs, width = self.packed.padded // 2, weight.shape[0]
         self.placements = Placements(tower.config, tower.patch_embed, cache_bytes)
         self._largest = FieldSizes(graph_tokens, width, pairs, self.dtype)
         self._graphs: BlockGraphs | None = None
-        self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
+        self._streams = 0
         self._done: torch.cuda.Event | None = None
 
     def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -81,9 +88,13 @@ class FastTower:
         Returns:
             [sum of h * w / 4, 4, hidden_size], final norm applied.
         """
-        with self._lock, torch.no_grad(), self._on_device():
+        with _RUNNING, torch.no_grad(), self._on_device():
             stream = self._wait_for_others()
             placement = self._place(grids)
+            if self._streams > 1 and stream is not None:
+                # it may be dropped from what is kept while this stream still reads it
+                placement.block.record_stream(stream)
+                placement.merge.record_stream(stream)
             normed = self._encode(patches, placement)
             members = gather_members(mean_of_clips(normed[: placement.tokens], grids), placement.merge)
             if stream is not None:
@@ -93,7 +104,7 @@ class FastTower:
             return members
 
     def warm_up(self, tokens: Sequence[int]) -> dict[int, float]:
-        """Run one square-like image of each size now, so that no later call of that size has a first-call cost.
+        """Run an image of each size now, so that no later single image of that size has a first-call cost.
 
         Args:
             tokens: of the images, before padding; each a multiple of 4.
@@ -102,9 +113,10 @@ class FastTower:
             Seconds by padded size.
         """
         seconds = {}
-        for count in sorted({padded_tokens(n) for n in tokens}):
+        for count in sorted({self._padded(n) for n in tokens}):
             start = time.perf_counter()
-            rows = 2
+            # as square as it goes; any grid would do
+            rows = next(rows for rows in range(2 * (math.isqrt(count) // 2), 0, -2) if count % (2 * rows) == 0)
             self(torch.zeros(count, PATCH_VALUES, dtype=self.dtype, device=self.device), [(1, rows, count // rows)])
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -117,8 +129,10 @@ class FastTower:
         return {} if self._graphs is None else dict(self._graphs.seconds)
 
     def groups(self, lengths: Sequence[int]) -> Iterator[range]:
-        """Split items into groups that are run together: long ones alone, short ones up to GROUP_TOKENS."""
-        return group_items(lengths, GROUP_TOKENS, attention.ALONE_TOKENS)
+        """Split items into groups: long ones alone, short ones together within GROUP_TOKENS and GROUP_ITEMS."""
+        for group in group_items(lengths, GROUP_TOKENS, attention.ALONE_TOKENS):
+            for start in range(group.start, group.stop, GROUP_ITEMS):
+                yield range(start, min(start + GROUP_ITEMS, group.stop))
 
     # -------------------------------------------------------------------------------------------------- what runs
 
@@ -134,11 +148,18 @@ class FastTower:
         """
         areas = [t * h * w for t, h, w in grids]
         tokens = sum(areas)
+        if len(areas) == 1:
+            padded = self._padded(tokens)
+        else:
+            padded = padded_tokens(tokens)
+            if len(set(areas)) == 1 or padded > self._graph_tokens or len(areas) >= SEGMENTS[-1]:
+                padded = tokens
+        return self.placements.of(grids, padded, self._weights(len(areas)).padded // 2, _kept)
+
+    def _padded(self, tokens: int) -> int:
+        """Tokens with padding of one item."""
         padded = padded_tokens(tokens)
-        one, small = len(areas) == 1, padded <= self._graph_tokens and len(areas) < SEGMENTS[-1]
-        pads = (one and self.packed.masks) or (small and (one or len(set(areas)) > 1))
-        pairs = self._weights(len(areas)).padded // 2
-        return self.placements.of(grids, padded if pads else tokens, pairs, _kept)
+        return padded if self.packed.masks or padded <= self._graph_tokens else tokens
 
     def _weights(self, items: int) -> PackedTower:
         return self.packed if items == 1 else self.unpadded
@@ -215,8 +236,10 @@ class FastTower:
         if self.device.type != "cuda":
             return None
         stream = torch.cuda.current_stream()
-        if self._done is not None and stream != self._stream:
-            stream.wait_event(self._done)
+        if stream != self._stream:
+            self._streams += 1
+            if self._done is not None:
+                stream.wait_event(self._done)
         return stream
 
 

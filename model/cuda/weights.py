@@ -6,9 +6,10 @@ Everything that needs no padding is the tower's own tensor and not a copy.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.cuda.residual_norm import NormWeights, norm_weights
 from model.tower import Block, VisionTower
@@ -106,6 +107,9 @@ def _pack_blocks(tower: VisionTower, padded: int) -> tuple[BlockWeights, ...]:
 
 def _pack_block(block: Block, padded: int) -> BlockWeights:
     heads = block.heads
+    for name, layer in (("wqkv", block.wqkv), ("wo", block.wo), ("fc0", block.mlp.fc0), ("fc1", block.mlp.fc1)):
+        if type(layer) is not nn.Linear:
+            raise TypeError(f"{name} of a block is a {type(layer).__name__}, of which the fast form knows nothing")
     dim = block.wqkv.weight.shape[0] // (3 * heads)
     fc0 = block.mlp.fc0
     # bias and activation are one epilogue of the product, which has no form without the bias
@@ -116,18 +120,23 @@ def _pack_block(block: Block, padded: int) -> BlockWeights:
         wqkv = _pad(wqkv.view(3, heads, dim, -1), 2, padded).flatten(0, 2)
         wo = _pad(wo.view(-1, heads, dim), 2, padded).flatten(1)
         qkv_bias = _pad_qkv_bias(block.wqkv.weight, qkv_bias, heads, padded)
+    # detached tensors share the memory and keep it, also when a parameter gets another: a graph may still read it
     return BlockWeights(
         norm_weights(block.norm0),
         wqkv,
-        qkv_bias,
+        _detached(qkv_bias),
         wo,
-        block.wo.bias,
+        _detached(block.wo.bias),
         norm_weights(block.norm1),
-        fc0.weight,
-        fc0_bias,
-        block.mlp.fc1.weight,
-        block.mlp.fc1.bias,
+        fc0.weight.detach(),
+        fc0_bias.detach(),
+        block.mlp.fc1.weight.detach(),
+        _detached(block.mlp.fc1.bias),
     )
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
 
 
 def _pad(x: Tensor, axis: int, size: int) -> Tensor:
@@ -162,6 +171,41 @@ def parameter_bytes(packed: PackedTower, tower: VisionTower) -> int:
     return sum(t.nbytes for t in tensors if t.data_ptr() not in own)
 
 
-def dtype_fits(dtype: torch.dtype) -> bool:
-    """Whether the fast form computes in this dtype: fp32 stays with the plain tower, which is the reference."""
-    return dtype in (torch.bfloat16, torch.float16)
+class Contents:
+    """Which numbers a tower holds, by address and version counter.
+
+    It sees what changes weights where they lie (an optimiser, ``load_state_dict`` of a part or of a model around the
+    tower) and what exchanges them (``to``, ``torch.func.functional_call``). Inference tensors have no counter.
+    """
+
+    def __init__(self, tower: VisionTower) -> None:
+        """Remember a tower."""
+        # the modules' dictionaries, since walking the modules takes ten times as long
+        self._places: list[tuple[dict[str, Any], str]] = [
+            (module._parameters, name)
+            for module in tower.modules()
+            for name, tensor in module._parameters.items()
+            if tensor is not None
+        ]
+        self._counted = [(held, name) for held, name in self._places if not held[name].is_inference()]
+        self._seen = self._look()
+
+    def changed(self) -> bool:
+        """Whether the numbers are others than they were."""
+        return self._look() != self._seen
+
+    def need_gradient(self) -> bool:
+        """Whether any of them is to be trained."""
+        return any(held[name].requires_grad for held, name in self._places)
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        addresses = [held[name].data_ptr() for held, name in self._places]
+        try:
+            return addresses, [held[name]._version for held, name in self._counted]
+        except RuntimeError:  # exchanged for inference tensors, which the addresses show
+            return addresses, []
+
+
+def fits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the fast form computes so: fp32 stays with the plain tower, which is the reference."""
+    return dtype in (torch.bfloat16, torch.float16) and device.type in ("cuda", "cpu")

@@ -297,3 +297,22 @@ def test_a_closed_pipe_is_no_fault(artifact: Path) -> None:
         check=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("warmup", "limit", "expected"), [(3, 2.0, 6), (3, 4.0, 0), (0, 2.0, 7), (0, 4.0, 7)])
+def test_a_first_call_is_not_held_against_max_latency(warmup, limit, expected):
+    """The live tower is timed on its first call, which compiles: that says nothing of production, in either direction."""
+    from types import SimpleNamespace
+
+    from exporter.commands.validate import _check_latency
+    from exporter.errors import KvitError
+    from exporter.validation.latency import Latency, Percentiles
+
+    part = Percentiles(1.0, 1.0, 1.0)
+    report = SimpleNamespace(details=[SimpleNamespace(name="2x2", latency=Latency(warmup, 5, part, part, part))])
+    code = 0
+    try:
+        _check_latency(report, limit)
+    except KvitError as error:
+        code = error.exit_code
+    assert code == expected

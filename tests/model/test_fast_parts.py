@@ -13,7 +13,7 @@ from model.cuda import attention
 from model.cuda.encoder import linear_gelu
 from model.cuda.residual_norm import NormWeights, norm_weights, residual_norm_
 from model.cuda.tower import GROUP_TOKENS, FastTower
-from model.cuda.weights import MASKED, BlockWeights, dtype_fits, pack, padded_head, parameter_bytes, unpadded
+from model.cuda.weights import MASKED, BlockWeights, fits, pack, padded_head, parameter_bytes, unpadded
 from model.tower import Block, build_tower, group_items
 from tests.model.attention_float64 import attend_float64, draw_qkv, errors_of, limits_for
 from tests.model.samples import tower_of, weights_of
@@ -106,7 +106,9 @@ def test_a_wrapped_block_is_refused_and_not_left_out():
 
 
 def test_dtypes_of_the_fast_form():
-    assert [dtype_fits(d) for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [1, 1, 0, 0]
+    dtypes = torch.bfloat16, torch.float16, torch.float32, torch.float64
+    assert [fits(dtype, torch.device("cuda")) for dtype in dtypes] == [1, 1, 0, 0]
+    assert not fits(torch.bfloat16, torch.device("meta"))
     with pytest.raises(ValueError, match="float32"):
         FastTower(tower_of("tiny").vision_tower)
     # the smallest number that the masking has to leave finite in fp16
@@ -161,8 +163,9 @@ def test_eps_is_inside_the_root(eps: float):
 def test_norms_are_taken_apart_as_they_are():
     layer, rms = (tower_of(name).vision_tower.encoder.blocks[0].norm0 for name in ("tiny", "tiny-k3"))
     for norm, bias in ((layer, layer.bias), (rms, None)):
-        assert norm_weights(norm).weight is norm.weight
-        assert norm_weights(norm).bias is bias
+        assert norm_weights(norm).weight.data_ptr() == norm.weight.data_ptr()
+        assert (norm_weights(norm).bias is None) == (bias is None)
+        assert bias is None or norm_weights(norm).bias.data_ptr() == bias.data_ptr()
         assert norm_weights(norm).eps == norm.eps
     with pytest.raises(TypeError, match="BatchNorm1d"):
         norm_weights(nn.BatchNorm1d(4))
