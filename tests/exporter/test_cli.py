@@ -301,7 +301,7 @@ def test_a_closed_pipe_is_no_fault(artifact: Path) -> None:
 
 @pytest.mark.parametrize(("warmup", "limit", "expected"), [(3, 2.0, 6), (3, 4.0, 0), (0, 2.0, 7), (0, 4.0, 7)])
 def test_a_first_call_is_not_held_against_max_latency(warmup, limit, expected):
-    """The live tower is timed on its first call, which compiles: that says nothing of production, in either direction."""
+    """The live tower is timed on its first call, which compiles: that says nothing of production, either way."""
     from types import SimpleNamespace
 
     from exporter.commands.validate import _check_latency
