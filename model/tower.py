@@ -82,7 +82,7 @@ class KimiVision(nn.Module):
             part = part.to(device=self.device, dtype=self.dtype)
             outputs += self._run_group(fast or self.vision_tower, part, grids[group.start : group.stop])
         # looked at when all is launched, for a look takes the CPU 0.1 ms in which a GPU already computes
-        if fast is not None and fast.contents.changed():
+        if fast is not None and not self._is_of_now(fast):
             self.fast_tower()
             return self.forward(pixel_values, grid_thws)
         return outputs
@@ -104,6 +104,8 @@ class KimiVision(nn.Module):
         Calls that need gradients, are traced or compiled, or come when the tower is in fp32 take the plain form as
         before. Weights are packed at the first call, and again when they have changed. The fast form does not call
         modules, so hooks on blocks are not run; where blocks or their layers were replaced it says so and stays plain.
+        Call this again after writing to weights through ``.data``, or in inference mode to weights made in it: PyTorch
+        does not count that.
 
         Args:
             cache_bytes: bound of what is kept of grids; None for :data:`model.cuda.tower.CACHE_BYTES`.
@@ -124,7 +126,8 @@ class KimiVision(nn.Module):
         from model.cuda.weights import fits
 
         with _MAKING:
-            if self._fast is not None and self._fast.contents.changed():
+            if self._fast is not None and not self._is_of_now(self._fast):
+                self._fast.wait()
                 self._fast = None
             if self._fast is None and self._fast_options is not None and fits(self.dtype, self.device):
                 try:
@@ -134,9 +137,14 @@ class KimiVision(nn.Module):
                     self._fast_options = None
             return self._fast
 
+    def _is_of_now(self, fast: FastTower) -> bool:
+        return fast.contents.tower is self.vision_tower and not fast.contents.changed()
+
     def _fast_form(self, pixel_values: Tensor) -> FastTower | None:
         if self._fast_options is None or being_traced(self.vision_tower.patch_embed.proj.weight):
             return None
+        if getattr(self, "_is_replica", False):
+            return None  # one of torch.nn.DataParallel's, which lives for a call and holds the first one's fast form
         if torch.is_grad_enabled() and pixel_values.requires_grad:
             return None
         fast = self._fast

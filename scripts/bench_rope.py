@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,10 +19,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plugins.fused_qk_rope.launch_plan import LAUNCH, LaunchConfig
+from scripts.bench_output import EXIT_NO_GPU, unavailable, write_json
 from scripts.rope_bench.cases import Problem, check_outputs, contenders, make_problem, prepare_fused
 from scripts.rope_bench.timing import capture, copy_bandwidth, host_microseconds, time_graphs
 
-EXIT_NO_GPU = 8
 SCHEMA = 1
 VLLM_GRID = [(tokens, heads, 128, "bfloat16") for tokens in (256, 1024, 4096, 8192) for heads in (3, 6, 12)]
 TOWER_GRID = [(tokens, 16, 72, "bfloat16") for tokens in (256, 1024, 4096, 16384)]
@@ -251,24 +250,6 @@ def _logged(shape: tuple[int, int, int, str], row: dict[str, Any]) -> dict[str, 
     return row
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file that is whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def unavailable() -> str | None:
-    """Why nothing can be measured here, in one line."""
-    try:
-        import torch
-        import triton  # noqa: F401
-    except ImportError as error:
-        return f"bench_rope needs PyTorch and Triton: {error}; install kvit-export[gpu]"
-    return None if torch.cuda.is_available() else "bench_rope needs a CUDA GPU, and PyTorch sees none here"
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description="Measure the fused RoPE kernel, or draw what was measured.")
@@ -292,7 +273,7 @@ def main() -> int:
         if arguments.tables:
             print(report.tables(json.loads(arguments.tables.read_text(encoding="utf-8"))))
         return 0
-    if reason := unavailable():
+    if reason := unavailable("bench_rope"):
         print(reason, file=sys.stderr)
         return EXIT_NO_GPU
     result = measure(arguments)

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.bench_output import write_json
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -283,14 +285,6 @@ def parts_of(device: str, repeats: int, folder: str) -> dict[str, Iterator[dict[
 def log(line: str) -> None:
     """Progress, beside the result."""
     print(line, file=sys.stderr, flush=True)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file that is whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def unavailable(device: str) -> str | None:

@@ -13,7 +13,6 @@ import argparse
 import copy
 import datetime as dt
 import json
-import os
 import sys
 import time
 from functools import partial
@@ -22,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.bench_output import EXIT_NO_GPU, unavailable, write_json
+
 if TYPE_CHECKING:
     from model.tower import KimiVision
     from model.weights import VisionWeights
     from scripts.tower_bench.contenders import Floor, Grid, Transformers
 
-EXIT_NO_GPU = 8
 SCHEMA = 1
 SOURCES = ("random:kimi-k2.5", "random:kimi-k3")
 SINGLE: list[list[tuple[int, int, int]]] = [
@@ -230,24 +230,6 @@ def logged(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file that is whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def unavailable() -> str | None:
-    """Why nothing can be measured here, in one line."""
-    try:
-        import torch
-        import triton  # noqa: F401
-    except ImportError as error:
-        return f"bench_tower needs PyTorch and Triton: {error}; install kvit-export[gpu]"
-    return None if torch.cuda.is_available() else "bench_tower needs a CUDA GPU, and PyTorch sees none here"
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description="Measure the live tower on a GPU, or show what was measured.")
@@ -276,7 +258,7 @@ def main() -> int:
         if arguments.tables:
             print(report.tables(json.loads(arguments.tables.read_text(encoding="utf-8"))))
         return 0
-    if reason := unavailable():
+    if reason := unavailable("bench_tower"):
         print(reason, file=sys.stderr)
         return EXIT_NO_GPU
     result = measure(arguments)

@@ -1,6 +1,6 @@
 """Which attention kernel runs: by what was measured, for one item, equal items and unequal items.
 
-On an H200 (bf16, 16 heads of 72 and 12 of 128, 64 to 16384 tokens) cuDNN is the fastest from 128 tokens on, 1.5 to 2.2
+On an H200 (bf16, 16 heads of 72 and 12 of 128, 64 to 16384 tokens) cuDNN is the fastest from 256 tokens on, 1.5 to 2.4
 times as fast as flash at 1024 and more, and never loses more than 2 us. It plans each new shape for 40 to 60 ms, so the
 number of shapes is bounded by padding. Several items of one length are a batch for it; for items of several lengths
 it would be a call an item, at which flash's one call for all wins below some 2048 tokens an item. docs/benchmarks.md.

@@ -58,6 +58,8 @@ class BlockGraphs:
         self._block = torch.zeros(sizes.nbytes, dtype=torch.uint8, device=device)
         self._out = torch.empty(sizes.padded, sizes.width, dtype=sizes.dtype, device=device)
         self._pool = torch.cuda.graph_pool_handle()
+        # one for all, since a pool's memory goes by stream; torch.cuda.graph's own lies on whichever GPU recorded first
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: OrderedDict[GraphKey, torch.cuda.CUDAGraph] = OrderedDict()
         self._loaded: Placement | None = None
         self.seconds: dict[GraphKey, float] = {}
@@ -102,15 +104,14 @@ class BlockGraphs:
         start = time.perf_counter()
         patches, fields, out = self._patches[: sizes.padded], sizes.views(self._block), self._out[: sizes.padded]
         # once without a graph, on a stream of its own: libraries load, plan and allocate what no graph may record
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
             body(patches, fields, out)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # other threads of the process may allocate meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             body(patches, fields, out)
         while len(self._graphs) >= MOST_GRAPHS:
             self._graphs.popitem(last=False)

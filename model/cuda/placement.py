@@ -60,7 +60,7 @@ class FieldSizes:
     """Shapes of :class:`Fields`.
 
     Attributes:
-        padded: tokens with padding, a multiple of 64 wherever a graph may need them.
+        padded: tokens with padding; any number where items are of one length, which are not padded.
         width: hidden_size.
         pairs: half of a head as attention gets it.
         dtype: of the model.

@@ -87,21 +87,26 @@ class FastTower:
 
         Returns:
             [sum of h * w / 4, 4, hidden_size], final norm applied.
+
+        Raises:
+            RuntimeError: the caller records a CUDA graph.
         """
         with _RUNNING, torch.no_grad(), self._on_device():
             stream = self._wait_for_others()
-            placement = self._place(grids)
-            if self._streams > 1 and stream is not None:
-                # it may be dropped from what is kept while this stream still reads it
-                placement.block.record_stream(stream)
-                placement.merge.record_stream(stream)
-            normed = self._encode(patches, placement)
-            members = gather_members(mean_of_clips(normed[: placement.tokens], grids), placement.merge)
-            if stream is not None:
-                self._done = self._done or torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._done.record(stream)
-                self._stream = stream
-            return members
+            try:
+                placement = self._place(grids)
+                if self._streams > 1 and stream is not None:
+                    # it may be dropped from what is kept while this stream still reads it
+                    placement.block.record_stream(stream)
+                    placement.merge.record_stream(stream)
+                normed = self._encode(patches, placement)
+                return gather_members(mean_of_clips(normed[: placement.tokens], grids), placement.merge)
+            finally:
+                # also after an error, such as no memory left: a part of the call is on the stream
+                if stream is not None:
+                    self._done = self._done or torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    self._done.record(stream)
+                    self._stream = stream
 
     def warm_up(self, tokens: Sequence[int]) -> dict[int, float]:
         """Run an image of each size now, so that no later single image of that size has a first-call cost.
@@ -111,17 +116,28 @@ class FastTower:
 
         Returns:
             Seconds by padded size.
+
+        Raises:
+            ValueError: no image has so many tokens.
         """
+        if wrong := [count for count in tokens if count < 4 or count % 4]:
+            raise ValueError(f"an image of {wrong[0]} tokens; expected multiples of 4")
         seconds = {}
         for count in sorted({self._padded(n) for n in tokens}):
             start = time.perf_counter()
-            # as square as it goes; any grid would do
-            rows = next(rows for rows in range(2 * (math.isqrt(count) // 2), 0, -2) if count % (2 * rows) == 0)
-            self(torch.zeros(count, PATCH_VALUES, dtype=self.dtype, device=self.device), [(1, rows, count // rows)])
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            # where a mask hides the padding, a size without any has another graph
+            for area in (count,) if self.packed.masks or count > self._graph_tokens else (count, count - 4):
+                # as square as it goes; any grid would do
+                rows = next(rows for rows in range(2 * (math.isqrt(area) // 2), 0, -2) if area % (2 * rows) == 0)
+                self(torch.zeros(area, PATCH_VALUES, dtype=self.dtype, device=self.device), [(1, rows, area // rows)])
+            self.wait()
             seconds[count] = round(time.perf_counter() - start, 4)
         return seconds
+
+    def wait(self) -> None:
+        """Wait until nothing of it runs, as before it is dropped."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @property
     def first_call_seconds(self) -> dict[GraphKey, float]:
@@ -235,6 +251,9 @@ class FastTower:
         """Let a call on another stream wait for the one before: they share inputs, outputs and what is kept."""
         if self.device.type != "cuda":
             return None
+        if torch.cuda.is_current_stream_capturing():
+            # it would hold addresses of positions that are not kept for ever, and of inputs that other calls overwrite
+            raise RuntimeError("the fast form cannot be recorded in a CUDA graph; it records its own for small inputs")
         stream = torch.cuda.current_stream()
         if stream != self._stream:
             self._streams += 1

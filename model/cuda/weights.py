@@ -6,13 +6,13 @@ Everything that needs no padding is the tower's own tensor and not a copy.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model.cuda.residual_norm import NormWeights, norm_weights
-from model.tower import Block, VisionTower
+from model.norm import RMSNorm
+from model.tower import MLP, Block, Encoder, PatchEmbed, PositionTable, VisionTower
 
 # Rows of 588 values are no multiple of 16 bytes, for which cuBLAS has only kernels that take four times as long.
 PATCH_VALUES, PADDED_PATCH_VALUES = 588, 592
@@ -73,8 +73,9 @@ def pack(tower: VisionTower) -> PackedTower:
     """Pack a tower's weights; copies are made of the patch embedding and, with padded heads, of wqkv and wo.
 
     Raises:
-        TypeError: a block was replaced or wrapped, so that its tensors are not all it computes with.
+        TypeError: a part was replaced or wrapped, so that its tensors are not all it computes with.
     """
+    _check_parts(tower)
     config = tower.config
     weight = tower.patch_embed.proj.weight.detach().flatten(1)
     patch = weight.new_zeros(weight.shape[0], PADDED_PATCH_VALUES)
@@ -96,6 +97,23 @@ def unpadded(packed: PackedTower, tower: VisionTower) -> PackedTower:
     return replace(packed, padded=packed.head_dim, blocks=_pack_blocks(tower, packed.head_dim))
 
 
+# What a tower is made of. Exactly these: a class derived from one, as sharding and parametrisations make it, computes
+# something else than the tensors say.
+_PARTS = (VisionTower, PatchEmbed, nn.Conv2d, PositionTable, Encoder, nn.ModuleList, Block, MLP, nn.Linear)
+_NORMS = (nn.LayerNorm, RMSNorm)
+
+
+def _check_parts(tower: VisionTower) -> None:
+    """Refuse a tower whose parts are not all its own, or hold other tensors than plain ones (sharded, quantised)."""
+    for name, module in tower.named_modules():
+        if type(module) not in _PARTS + _NORMS:
+            kind = type(module).__name__
+            raise TypeError(f"{name or 'the tower'} is a {kind}, of which the fast form knows nothing")
+        for key, tensor in module._parameters.items():
+            if tensor is not None and type(tensor) not in (nn.Parameter, Tensor):
+                raise TypeError(f"{name}.{key} is a {type(tensor).__name__} and no plain tensor")
+
+
 def _pack_blocks(tower: VisionTower, padded: int) -> tuple[BlockWeights, ...]:
     packed = []
     for index, block in enumerate(tower.encoder.blocks):
@@ -107,9 +125,6 @@ def _pack_blocks(tower: VisionTower, padded: int) -> tuple[BlockWeights, ...]:
 
 def _pack_block(block: Block, padded: int) -> BlockWeights:
     heads = block.heads
-    for name, layer in (("wqkv", block.wqkv), ("wo", block.wo), ("fc0", block.mlp.fc0), ("fc1", block.mlp.fc1)):
-        if type(layer) is not nn.Linear:
-            raise TypeError(f"{name} of a block is a {type(layer).__name__}, of which the fast form knows nothing")
     dim = block.wqkv.weight.shape[0] // (3 * heads)
     fc0 = block.mlp.fc0
     # bias and activation are one epilogue of the product, which has no form without the bias
@@ -172,23 +187,25 @@ def parameter_bytes(packed: PackedTower, tower: VisionTower) -> int:
 
 
 class Contents:
-    """Which numbers a tower holds, by address and version counter.
+    """Which numbers a tower holds: by its modules, and by address and version counter of their parameters.
 
     It sees what changes weights where they lie (an optimiser, ``load_state_dict`` of a part or of a model around the
-    tower) and what exchanges them (``to``, ``torch.func.functional_call``). Inference tensors have no counter.
+    tower), what exchanges them (``to``, ``torch.func.functional_call``) and what exchanges or wraps modules (LoRA).
+    It does not see writing through ``.data`` or into inference tensors, for PyTorch does not count that.
+
+    Attributes:
+        tower: that it looks at.
     """
 
     def __init__(self, tower: VisionTower) -> None:
         """Remember a tower."""
+        self.tower = tower
         # the modules' dictionaries, since walking the modules takes ten times as long
-        self._places: list[tuple[dict[str, Any], str]] = [
-            (module._parameters, name)
-            for module in tower.modules()
-            for name, tensor in module._parameters.items()
-            if tensor is not None
-        ]
-        self._counted = [(held, name) for held, name in self._places if not held[name].is_inference()]
+        self._modules = [module._modules for module in tower.modules() if module._modules]
+        self._parameters = [module._parameters for module in tower.modules() if not module._modules]
         self._seen = self._look()
+        # kept, for what is freed may leave its address to what takes its place
+        self._kept = [tensor.detach() for tensor in self._tensors()]
 
     def changed(self) -> bool:
         """Whether the numbers are others than they were."""
@@ -196,14 +213,19 @@ class Contents:
 
     def need_gradient(self) -> bool:
         """Whether any of them is to be trained."""
-        return any(held[name].requires_grad for held, name in self._places)
+        return any(tensor.requires_grad for tensor in self._tensors())
 
-    def _look(self) -> tuple[list[int], list[int]]:
-        addresses = [held[name].data_ptr() for held, name in self._places]
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for held in self._parameters for tensor in held.values() if tensor is not None]
+
+    def _look(self) -> tuple[list[nn.Module | None], list[int], list[int]]:
+        modules = [module for held in self._modules for module in held.values()]
+        tensors = self._tensors()
         try:
-            return addresses, [held[name]._version for held, name in self._counted]
-        except RuntimeError:  # exchanged for inference tensors, which the addresses show
-            return addresses, []
+            versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+            return modules, [tensor.data_ptr() for tensor in tensors], versions
+        except RuntimeError:  # tensors without memory of their own, for which the tower is not packed
+            return modules, [], []
 
 
 def fits(dtype: torch.dtype, device: torch.device) -> bool:

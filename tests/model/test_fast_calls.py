@@ -21,7 +21,7 @@ import model
 from exporter.validation.wrong_models import WRONG_MODELS
 from model.cuda.tower import FastTower
 from model.errors import ImageError
-from model.tower import KimiVision, build_tower
+from model.tower import MLP, KimiVision, build_tower
 from tests.model.samples import Grid, Watch, pixels_of, relative_error, run, tower_of, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -438,10 +438,96 @@ def test_replaced_layers_leave_it_plain_and_it_says_so(calls: list[int]):
     new.load_state_dict(old.state_dict())
     tower.vision_tower.encoder.blocks[1].wo = new
     tower.accelerate()
-    with pytest.warns(RuntimeWarning, match="plain form: wo of a block is a Adapted"):
+    with pytest.warns(RuntimeWarning, match="plain form: encoder.blocks.1.wo is a Adapted"):
         rows = run(tower, GRIDS)
     assert calls == []
     assert relative_error(rows, run(tower_of("tiny", torch.bfloat16), GRIDS)) > 0.05
+
+
+class Doubled(nn.Module):
+    """A layer in a wrapping, as adapters put it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.base(x) * 2
+        return rows
+
+
+def other_block(tower: KimiVision) -> None:
+    blocks = tower.vision_tower.encoder.blocks
+    blocks[0] = copy.deepcopy(blocks[1])
+
+
+def other_tower(tower: KimiVision) -> None:
+    other = build_tower(weights_of("tiny"), dtype=torch.bfloat16)
+    negate(other, "vision_tower.encoder.blocks.0.wqkv.weight")
+    tower.vision_tower = other.vision_tower
+
+
+def wrapped_layer(tower: KimiVision) -> None:
+    block = tower.vision_tower.encoder.blocks[1]
+    block.wo = Doubled(block.wo)
+
+
+def derived_mlp(tower: KimiVision) -> None:
+    class Derived(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    tower.vision_tower.encoder.blocks[1].mlp.__class__ = Derived
+    tower.accelerate()  # a class is nothing that every call looks at
+
+
+def parametrized(tower: KimiVision) -> None:
+    layer = tower.vision_tower.encoder.blocks[1].mlp.fc1
+    nn.utils.parametrize.register_parametrization(layer, "weight", Doubled(nn.Identity()))
+
+
+@pytest.mark.parametrize("exchange", [other_block, other_tower])
+def test_modules_that_are_exchanged_later_are_noticed(exchange: Any, calls: list[int]):
+    tower = fast_tower()
+    before = run(tower, GRIDS)
+    exchange(tower)
+    count = len(calls)
+    after = run(tower, GRIDS)
+    assert len(calls) > count
+    assert relative_error(after, run(copy.copy(tower), GRIDS)) <= TWO_ROUNDINGS
+    assert relative_error(after, before) > 5 * TWO_ROUNDINGS
+
+
+@pytest.mark.parametrize("wrap", [wrapped_layer, derived_mlp, parametrized])
+def test_modules_that_are_wrapped_later_leave_it_plain(wrap: Any):
+    tower = fast_tower()
+    before = run(tower, GRIDS)
+    wrap(tower)
+    with pytest.warns(RuntimeWarning, match=r"plain form: encoder\.blocks\.1\."):
+        after = run(tower, GRIDS)
+    assert all(torch.equal(a, b) for a, b in zip(after, run(copy.copy(tower), GRIDS), strict=True))
+    assert relative_error(after, before) > 5 * TWO_ROUNDINGS
+
+
+def test_a_bias_that_comes_later_is_noticed(calls: list[int]):
+    tower = fast_tower(name="tiny-k3")
+    before = run(tower, GRIDS)
+    layer = tower.vision_tower.encoder.blocks[1].mlp.fc1
+    assert layer.bias is None
+    layer.bias = nn.Parameter(torch.full((layer.out_features,), 3.0).to(torch.bfloat16), requires_grad=False)
+    layer.bias.data[::2] = -3
+    after = run(tower, GRIDS)
+    assert relative_error(after, run(copy.copy(tower), GRIDS)) <= TWO_ROUNDINGS
+    assert relative_error(after, before) > 5 * TWO_ROUNDINGS
+
+
+def test_replicas_of_data_parallel_are_plain(calls: list[int]):
+    tower = fast_tower()
+    run(tower, GRIDS)
+    replica = tower._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    count = len(calls)
+    run(replica, GRIDS)
+    assert len(calls) == count
 
 
 def test_a_tower_that_nobody_holds_is_gone_at_once():

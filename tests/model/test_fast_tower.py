@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.cuda.placement import Placement
 from model.cuda.tower import FastTower
 from model.tower import KimiVision, build_tower
 from tests.model.oracle import Oracle
@@ -45,7 +46,7 @@ CASES = [
     ("tiny", IMAGES[2], torch.float16),
     ("tiny", [(1, 6, 512)], torch.bfloat16),
 ]
-# The issue allows 1.2 times PyTorch's own error. Both are errors of roundings at other places in the sum; over 1300
+# At most 1.2 times PyTorch's own error. Both are errors of roundings at other places in the sum; over 1300
 # values and more they scatter by some 3 % (0.95 to 1.01 measured: the positions' bias saves the fast form a rounding).
 OVER_PLAIN = 1.2
 ENOUGH_TOKENS = 96  # 24 rows of 56 values
@@ -251,3 +252,26 @@ def test_warm_up_returns_padded_sizes(calls: list[list[Grid]]):
     assert all(value > 0 for value in seconds.values())
     assert [token_count(call) for call in calls] == [64, 1024, 1088]
     assert form.first_call_seconds == {}  # no CUDA graphs here
+    for tokens in (0, 6):
+        with pytest.raises(ValueError, match=f"image of {tokens} tokens"):
+            form.warm_up([64, tokens])
+
+
+@pytest.mark.parametrize(("name", "forms"), [("tiny", {"whole"}), ("tiny-k3", {"whole", "masked"})])
+def test_warm_up_meets_every_form_that_an_image_of_the_size_can_have(
+    name: str, forms: set[str], monkeypatch: pytest.MonkeyPatch
+):
+    padding_forms(monkeypatch)
+    seen: set[tuple[str, int]] = set()
+    right = FastTower._form
+    form = build_tower(weights_of(name), dtype=torch.bfloat16).accelerate().fast_tower()
+    assert form is not None
+
+    def watch(fast: FastTower, placement: Placement) -> str:
+        found = right(fast, placement)
+        seen.add((found, placement.sizes.padded))
+        return found
+
+    monkeypatch.setattr(FastTower, "_form", watch)
+    assert list(form.warm_up([128, 36])) == [64, 128]
+    assert seen == {(kind, padded) for kind in forms for padded in (64, 128)}
