@@ -36,15 +36,4 @@ def load(source: str, *, device: torch.device | str = "cpu", dtype: torch.dtype 
 def live_tower(weights: VisionWeights, *, device: torch.device | str, dtype: torch.dtype) -> KimiVision:
     """Build the live tower of an opened source; see :func:`load`."""
     tower = build_tower(weights, dtype=dtype, device=device)
-    return tower.accelerate() if tower.device.type == "cuda" and _can_be_fast(tower.device) else tower
-
-
-def _can_be_fast(device: torch.device) -> bool:
-    try:
-        from model.cuda.residual_norm_kernel import compiles_for
-    except ImportError:
-        from model.platform import say_once
-
-        say_once("the tower runs in its plain form on this GPU for want of Triton; pip install triton")
-        return False
-    return compiles_for(device)
+    return tower.accelerate() if tower.device.type == "cuda" else tower

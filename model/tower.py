@@ -103,9 +103,9 @@ class KimiVision(nn.Module):
 
         Calls that need gradients, are traced or compiled, or come when the tower is in fp32 take the plain form as
         before. Weights are packed at the first call, and again when they have changed. The fast form does not call
-        modules, so hooks on blocks are not run; where blocks or their layers were replaced it says so and stays plain.
-        Call this again after writing to weights through ``.data``, or in inference mode to weights made in it: PyTorch
-        does not count that.
+        modules: where the vision tower has hooks, or parts of it were replaced, it says so and stays plain until this
+        is called again. Call this again also after writing to weights through ``.data``, or in inference mode to
+        weights made in it: PyTorch does not count that.
 
         Args:
             cache_bytes: bound of what is kept of grids; None for :data:`model.cuda.tower.CACHE_BYTES`.
@@ -114,10 +114,27 @@ class KimiVision(nn.Module):
 
         Returns:
             The tower itself.
+
+        Raises:
+            ValueError: a number below 0.
         """
         given = {"cache_bytes": cache_bytes, "graph_tokens": graph_tokens}
-        self._fast_options = {name: value for name, value in given.items() if value is not None}
-        self._fast = None
+        options = {name: value for name, value in given.items() if value is not None}
+        for name, value in options.items():
+            if value < 0:
+                raise ValueError(f"{name} is {value}; expected 0 or more")
+        self._fast_options = options
+        self._drop_fast()
+        return self
+
+    def _drop_fast(self) -> None:
+        if self._fast is not None:
+            self._fast.wait()
+            self._fast = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiVision:
+        self._drop_fast()  # `to` and the like make other tensors, and these would be held until the next call
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def fast_tower(self) -> FastTower | None:
@@ -127,8 +144,7 @@ class KimiVision(nn.Module):
 
         with _MAKING:
             if self._fast is not None and not self._is_of_now(self._fast):
-                self._fast.wait()
-                self._fast = None
+                self._drop_fast()
             if self._fast is None and self._fast_options is not None and fits(self.dtype, self.device):
                 try:
                     self._fast = FastTower(self.vision_tower, **self._fast_options)

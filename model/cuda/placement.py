@@ -227,4 +227,7 @@ class Placements:
         found = self.cache.get((grid, *self._identity()), lambda: _Positions(self._item_positions(grid)))
         if not isinstance(found, _Positions):
             raise TypeError("a key of positions holds something else")
+        if found.rows.is_cuda:
+            # made on another stream, perhaps, and dropped while this one still copies it
+            found.rows.record_stream(torch.cuda.current_stream())
         return found.rows

@@ -6,12 +6,15 @@ Everything that needs no padding is the tower's own tensor and not a copy.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model.cuda.residual_norm import NormWeights, norm_weights
 from model.norm import RMSNorm
+from model.platform import say_once
 from model.tower import MLP, Block, Encoder, PatchEmbed, PositionTable, VisionTower
 
 # Rows of 588 values are no multiple of 16 bytes, for which cuBLAS has only kernels that take four times as long.
@@ -104,14 +107,20 @@ _NORMS = (nn.LayerNorm, RMSNorm)
 
 
 def _check_parts(tower: VisionTower) -> None:
-    """Refuse a tower whose parts are not all its own, or hold other tensors than plain ones (sharded, quantised)."""
+    """Refuse a tower whose parts are not all its own, have hooks, or hold other tensors than plain ones."""
     for name, module in tower.named_modules():
+        if any(_hooks(module)):
+            raise TypeError(f"{name or 'the tower'} has hooks, which the fast form would not run")
         if type(module) not in _PARTS + _NORMS:
             kind = type(module).__name__
             raise TypeError(f"{name or 'the tower'} is a {kind}, of which the fast form knows nothing")
         for key, tensor in module._parameters.items():
             if tensor is not None and type(tensor) not in (nn.Parameter, Tensor):
                 raise TypeError(f"{name}.{key} is a {type(tensor).__name__} and no plain tensor")
+
+
+def _hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    return module._forward_hooks, module._forward_pre_hooks
 
 
 def _pack_blocks(tower: VisionTower, padded: int) -> tuple[BlockWeights, ...]:
@@ -187,10 +196,11 @@ def parameter_bytes(packed: PackedTower, tower: VisionTower) -> int:
 
 
 class Contents:
-    """Which numbers a tower holds: by its modules, and by address and version counter of their parameters.
+    """What a tower computes with: its modules, and address and version counter of their parameters.
 
     It sees what changes weights where they lie (an optimiser, ``load_state_dict`` of a part or of a model around the
-    tower), what exchanges them (``to``, ``torch.func.functional_call``) and what exchanges or wraps modules (LoRA).
+    tower), what exchanges them (``to``, ``torch.func.functional_call``), what exchanges or wraps modules (LoRA), and
+    new hooks.
     It does not see writing through ``.data`` or into inference tensors, for PyTorch does not count that.
 
     Attributes:
@@ -203,13 +213,14 @@ class Contents:
         # the modules' dictionaries, since walking the modules takes ten times as long
         self._modules = [module._modules for module in tower.modules() if module._modules]
         self._parameters = [module._parameters for module in tower.modules() if not module._modules]
+        self._hooks = [hooks for module in tower.modules() for hooks in _hooks(module)]
         self._seen = self._look()
         # kept, for what is freed may leave its address to what takes its place
         self._kept = [tensor.detach() for tensor in self._tensors()]
 
     def changed(self) -> bool:
-        """Whether the numbers are others than they were."""
-        return self._look() != self._seen
+        """Whether it computes something else than it did."""
+        return any(self._hooks) or self._look() != self._seen
 
     def need_gradient(self) -> bool:
         """Whether any of them is to be trained."""
@@ -229,5 +240,20 @@ class Contents:
 
 
 def fits(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the fast form computes so: fp32 stays with the plain tower, which is the reference."""
-    return dtype in (torch.bfloat16, torch.float16) and device.type in ("cuda", "cpu")
+    """Whether the fast form computes so, which needs Triton on a GPU.
+
+    fp32 stays with the plain tower, which is the reference.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return device.type == "cpu" or (device.type == "cuda" and _compiles_for(device))
+
+
+@lru_cache(maxsize=64)
+def _compiles_for(device: torch.device) -> bool:
+    try:
+        from model.cuda.residual_norm_kernel import compiles_for
+    except ImportError:
+        say_once("the tower runs in its plain form on this GPU for want of Triton; pip install triton")
+        return False
+    return compiles_for(device)

@@ -21,6 +21,7 @@ import model
 from exporter.validation.wrong_models import WRONG_MODELS
 from model.cuda.tower import FastTower
 from model.errors import ImageError
+from model.platform import say_once
 from model.tower import MLP, KimiVision, build_tower
 from tests.model.samples import Grid, Watch, pixels_of, relative_error, run, tower_of, weights_of
 
@@ -199,18 +200,41 @@ def test_what_is_kept_in_inference_mode_is_made_of_ordinary_tensors():
     assert not any(tensor.is_inference() for tensor in kept)
 
 
-def test_hooks_of_blocks_are_not_run_and_those_of_the_tower_are():
-    """As the documentation of ``accelerate`` says."""
-    assert "hooks on blocks are not run" in " ".join((KimiVision.accelerate.__doc__ or "").split())
-    tower = build_tower(weights_of("tiny"), dtype=torch.bfloat16)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_are_run_and_those_within_the_vision_tower_keep_it_plain(when: str, calls: list[int]):
+    tower = build_tower(weights_of("tiny"), dtype=torch.bfloat16).accelerate()
     seen: list[str] = []
-    tower.vision_tower.encoder.blocks[0].register_forward_hook(lambda *_: seen.append("block"))
     tower.register_forward_hook(lambda *_: seen.append("tower"))
     tower.mm_projector.register_forward_hook(lambda *_: seen.append("projector"))
+    if when == "after":
+        run(tower, GRIDS)
+        assert calls == [2]
+    seen.clear()
+    say_once.cache_clear()
+    hook = tower.vision_tower.encoder.blocks[0].register_forward_hook(lambda *_: seen.append("block"))
+    with pytest.warns(RuntimeWarning, match=r"plain form: encoder.blocks.0 has hooks"):
+        run(tower, GRIDS)
+    assert seen[-3:] == ["block", "projector", "tower"]
+    hook.remove()
+    before = len(calls)
     run(tower, GRIDS)
-    assert seen == ["block", "projector", "tower"]
+    assert len(calls) == before  # plain until it is asked again
     run(tower.accelerate(), GRIDS)
-    assert seen[3:] == ["projector", "tower"]
+    assert len(calls) == before + 1
+
+
+def test_options_below_zero_are_refused_at_once():
+    tower = fast_tower()
+    with pytest.raises(ValueError, match="cache_bytes is -1"):
+        tower.accelerate(cache_bytes=-1)
+    assert tower.fast_tower() is not None
+
+
+def test_moving_the_tower_lets_its_old_weights_go():
+    tower = fast_tower()
+    seen = weakref.ref(tower.fast_tower())
+    tower.to(torch.float16)
+    assert seen() is None
 
 
 def test_grids_are_checked_and_pixels_cast_as_by_the_plain_form():

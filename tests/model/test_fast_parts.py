@@ -107,7 +107,7 @@ def test_a_wrapped_block_is_refused_and_not_left_out():
 
 def test_dtypes_of_the_fast_form():
     dtypes = torch.bfloat16, torch.float16, torch.float32, torch.float64
-    assert [fits(dtype, torch.device("cuda")) for dtype in dtypes] == [1, 1, 0, 0]
+    assert [fits(dtype, torch.device("cpu")) for dtype in dtypes] == [1, 1, 0, 0]
     assert not fits(torch.bfloat16, torch.device("meta"))
     with pytest.raises(ValueError, match="float32"):
         FastTower(tower_of("tiny").vision_tower)
