@@ -129,7 +129,7 @@ class FastTower:
             for area in (count,) if self.packed.masks or count > self._graph_tokens else (count, count - 4):
                 # as square as it goes; any grid would do
                 rows = next(rows for rows in range(2 * (math.isqrt(area) // 2), 0, -2) if area % (2 * rows) == 0)
-                self(torch.zeros(area, PATCH_VALUES, dtype=self.dtype, device=self.device), [(1, rows, area // rows)])
+                self(self.packed.patch.new_zeros(area, PATCH_VALUES), [(1, rows, area // rows)])
             self.wait()
             seconds[count] = round(time.perf_counter() - start, 4)
         return seconds
