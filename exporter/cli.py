@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import signal
 import sys
@@ -24,6 +25,10 @@ COMMANDS = {
     "inspect": "Show what an artifact holds and where it came from.",
 }
 INTERNAL_FAULT, INTERRUPTED = 1, 130
+# what click raises for a command line without a command, since its release 8.2
+_HELP: tuple[type[click.ClickException], ...] = tuple(
+    kind for kind in [getattr(click.exceptions, "NoArgsIsHelpError", None)] if kind
+)
 
 
 def version() -> str:
@@ -106,7 +111,9 @@ def run(arguments: list[str]) -> int:
     Returns:
         The exit code.
     """
-    debug = "--debug" in arguments or os.environ.get("KVIT_DEBUG", "") not in ("", "0")
+    # an option of the program and not of a command, so it stands before the command
+    before = list(itertools.takewhile(lambda word: word.startswith("-"), arguments))
+    debug = "--debug" in before or os.environ.get("KVIT_DEBUG", "") not in ("", "0")
     try:
         outcome = cli.main(arguments, prog_name="kvit-export", standalone_mode=False)
     except (KeyboardInterrupt, _InterruptedError, click.exceptions.Abort):
@@ -115,6 +122,9 @@ def run(arguments: list[str]) -> int:
         return _fail(str(error), BadInput.exit_code, debug)
     except KvitError as error:
         return _fail(error.message, error.exit_code, debug)
+    except _HELP as error:
+        click.echo(error.format_message(), err=True)  # the help, which is no error to be put into a line
+        return error.exit_code
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code, debug)
     except BrokenPipeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from model.checkpoint import open_source
+from model.errors import InputError
 from model.tower import KimiVision, build_tower
 from model.weights import VisionWeights
 
@@ -25,9 +26,11 @@ def load(source: str, *, device: torch.device | str = "cpu", dtype: torch.dtype 
         The tower in evaluation mode, without gradients.
 
     Raises:
-        InputError: the source cannot be used.
+        InputError: the source cannot be used, or PyTorch sees no GPU where one is asked for.
     """
     place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device {place}: PyTorch {torch.__version__} sees no GPU here; use device='cpu'")
     if dtype is None:
         dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     return live_tower(open_source(source), device=place, dtype=dtype)

@@ -6,6 +6,7 @@ exported form in :mod:`model.graph` runs the same parts over symbolic sizes.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's own idiom
 
 from model import attention, position, projector, rope
 from model.config import VisionConfig
+from model.errors import ImageError
 from model.grids import check_grids
 from model.norm import tower_norm
 from model.platform import being_traced, say_once
@@ -31,6 +33,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Items are run in groups of at most this many tokens, or one by one where they are longer: memory then follows the
 # longest item and not the sum, while small images still share their matrix products.
 GROUP_TOKENS = 4096
+PATCH_VALUES = 588  # 3 colours of 14 x 14
 _MAKING = threading.Lock()  # of fast forms
 
 
@@ -66,10 +69,13 @@ class KimiVision(nn.Module):
             One [rows * columns / 4, text_hidden_size] per item, in the dtype of the weights.
 
         Raises:
-            ImageError: grids that do not fit ``pixel_values`` or that the family does not allow.
+            ImageError: ``pixel_values`` of another shape; grids that do not fit them or that the family does not allow.
         """
         grids = [tuple(grid) for grid in grid_thws.tolist()]
-        check_grids(grids, pixel_values.shape[0], self.config)
+        shape = tuple(pixel_values.shape)
+        if math.prod(shape[1:]) != PATCH_VALUES:
+            raise ImageError(f"pixel_values are {shape}; expected [patches, 588] or [patches, 3, 14, 14] of all frames")
+        check_grids(grids, shape[0], self.config)
         patches = pixel_values.flatten(1)
         lengths = [t * h * w for t, h, w in grids]
         outputs: list[Tensor] = []

@@ -64,6 +64,8 @@ def command(
         raise Usage(f"--factor {factor}: expected a number above 0")
     if max_latency is not None and not max_latency > 0:
         raise Usage(f"--max-latency {max_latency}: expected milliseconds above 0")
+    if max_latency is not None:
+        _check_timed(artifact, backend)
     _check_writable(artifact, output)
     with progress() as tell:
 
@@ -75,6 +77,17 @@ def command(
         else:
             report = _other(artifact, backend, golden, device, source, flavor, only, factor, told)
     _finish(report, output, as_json, max_latency)
+
+
+def _check_timed(artifact: Path, backend: str | None) -> None:
+    """Refuse a limit on times before anything runs, where none will be taken."""
+    timed = backend in (None, "engine") and artifact.suffix != ".onnx"
+    if timed and artifact.is_dir():
+        from exporter.manifest import read_manifest
+
+        timed = read_manifest(artifact).kind == "engine"
+    if not timed:
+        raise Usage("--max-latency: only engines are timed; kvit-export bench times ONNX models and live towers")
 
 
 def _check_writable(artifact: Path, output: Path | None) -> None:

@@ -378,7 +378,7 @@ def _monitor(trt: Trt, connection: Connection) -> Any:  # noqa: ANN401
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             if not parent_phase or num_steps == 1:  # the long ones: most of a build is one phase of one step
                 with lock:  # TensorRT calls from several threads
-                    connection.send(Phase(f"build: {phase_name}"))
+                    connection.send(Phase(f"build: {phase_name}" if phase_name else "build"))
 
         def phase_finish(self, phase_name: str) -> None: ...
 

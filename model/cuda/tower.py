@@ -20,7 +20,6 @@ from model.cuda.graphs import BlockGraphs, GraphKey
 from model.cuda.placement import SEGMENTS, Fields, FieldSizes, Grid, Placement, Placements, padded_tokens
 from model.cuda.weights import (
     PADDED_PATCH_VALUES,
-    PATCH_VALUES,
     Contents,
     PackedTower,
     fits,
@@ -28,7 +27,7 @@ from model.cuda.weights import (
     parameter_bytes,
     unpadded,
 )
-from model.tower import VisionTower, gather_members, group_items, mean_of_clips
+from model.tower import PATCH_VALUES, VisionTower, gather_members, group_items, mean_of_clips
 
 CACHE_BYTES = 256 << 20  # positions and angles: 44 MB for 16384 tokens, 2.7 MB for 1024
 # Up to so many tokens a call's launches take longer than its kernels: 8 ms of an H200's host for 27 layers.

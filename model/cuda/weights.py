@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from model.cuda.residual_norm import NormWeights, norm_weights
 from model.norm import RMSNorm
 from model.platform import say_once
-from model.tower import MLP, Block, Encoder, PatchEmbed, PositionTable, VisionTower
+from model.tower import MLP, PATCH_VALUES, Block, Encoder, PatchEmbed, PositionTable, VisionTower
 
 # Rows of 588 values are no multiple of 16 bytes, for which cuBLAS has only kernels that take four times as long.
-PATCH_VALUES, PADDED_PATCH_VALUES = 588, 592
+PADDED_PATCH_VALUES = 592
 # What a padded key's logit is before scaling, exact in bf16 and in fp16. Times the scale of any head size up to 128 it
 # is below -2600, whose exponential is 0 in fp32 whatever the other logits of a sane tower are.
 MASKED = -29952.0

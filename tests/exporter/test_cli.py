@@ -316,3 +316,26 @@ def test_a_first_call_is_not_held_against_max_latency(warmup, limit, expected):
     except KvitError as error:
         code = error.exit_code
     assert code == expected
+
+
+def test_without_a_command_the_help_is_shown_as_it_is(capfd):
+    assert cli.run([]) == 2
+    out, err = capfd.readouterr()
+    text = out + err
+    assert len(text.splitlines()) > 10
+    assert "  bench" in text and "  validate" in text
+
+
+@pytest.mark.parametrize("arguments", [["--backend", "onnxruntime-cpu"], ["--backend", "torch"], []])
+def test_a_limit_on_times_that_nobody_takes_is_refused_before_the_run(arguments, tmp_path, capfd):
+    model = tmp_path / "tower.onnx"
+    model.write_bytes(b"never read")
+    assert cli.run(["validate", str(model), "--golden", str(tmp_path), "--max-latency", "5", *arguments]) == 2
+    assert "only engines are timed" in capfd.readouterr().err
+
+
+def test_debug_stands_before_the_command(capfd):
+    assert cli.run(["inspect", "--debug", "x"]) == 2
+    assert "Traceback" not in capfd.readouterr().err
+    assert cli.run(["--debug", "inspect", "missing"]) == 3
+    assert "Traceback" in capfd.readouterr().err

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import model
 from exporter.validation.wrong_models import WRONG_MODELS
 from model.cuda.tower import FastTower
-from model.errors import ImageError
+from model.errors import ImageError, InputError
 from model.platform import say_once
 from model.tower import MLP, KimiVision, build_tower
 from tests.model.samples import Grid, Watch, pixels_of, relative_error, run, tower_of, weights_of
@@ -574,3 +574,9 @@ def test_many_small_items_are_not_laid_out_at_once():
     groups = list(fast.groups([4] * 1000))
     assert [len(group) for group in groups] == [256, 256, 256, 232]
     assert [index for group in groups for index in group] == list(range(1000))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_named():
+    with pytest.raises(InputError, match="sees no GPU here"):
+        model.load("random:tiny", device="cuda")

@@ -131,3 +131,10 @@ def test_two_column_grids_are_refused():
     """Kimi-VL's own processor gives (rows, columns); read as (frames, rows) they would go wrong silently."""
     with pytest.raises(ImageError, match="not \\(frames, rows, columns\\)"):
         tower_of("tiny-vl")(torch.zeros(24, 588), torch.tensor([[4, 6]]))
+
+
+@pytest.mark.parametrize("shape", [(1, 24, 588), (24, 589), (24, 3, 14, 15), (588,)])
+def test_pixels_of_another_shape_are_refused_by_their_shape(shape: tuple[int, ...]):
+    with pytest.raises(ImageError, match="expected .patches, 588.") as caught:
+        tower_of("tiny")(torch.zeros(shape), torch.tensor([(1, 4, 6)]))
+    assert str(shape) in str(caught.value)
