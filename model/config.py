@@ -21,6 +21,7 @@ from model.json_file import read_json_object
 
 FAMILIES = ("kimi_vl", "kimi_k25", "kimi_k3")
 PATCH_SIZE = 14
+PATCH_VALUES = 3 * PATCH_SIZE * PATCH_SIZE  # of three colours
 MAX_SIDE = 512  # patches; the hub code's RoPE table and its processor end there
 MAX_FRAMES = 4  # temporal_merge_kernel_size; a longer clip is several items
 

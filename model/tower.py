@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - PyTorch's own idiom
 
 from model import attention, position, projector, rope
-from model.config import VisionConfig
+from model.config import PATCH_VALUES, VisionConfig
 from model.errors import ImageError
 from model.grids import check_grids
 from model.norm import tower_norm
@@ -33,7 +33,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Items are run in groups of at most this many tokens, or one by one where they are longer: memory then follows the
 # longest item and not the sum, while small images still share their matrix products.
 GROUP_TOKENS = 4096
-PATCH_VALUES = 588  # 3 colours of 14 x 14
 _MAKING = threading.Lock()  # of fast forms
 
 

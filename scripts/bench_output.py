@@ -1,9 +1,13 @@
-"""What the GPU benchmarks share: whether they can run here, and how their results are written."""
+"""What the GPU benchmarks share: showing what was measured, whether they can run here, and writing their results."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from exporter.files import write_text
@@ -29,3 +33,37 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a file that is whole or not there, and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def run(
+    script: str,
+    arguments: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    report: Callable[[], ModuleType],
+) -> int:
+    """Show an older result, or measure and write a new one.
+
+    Args:
+        script: its name, for messages.
+        arguments: with ``plot``, ``picture``, ``tables`` and ``output``.
+        measure: makes the result; called only where there is a GPU.
+        report: imports the module whose ``draw`` and ``tables`` show a result.
+
+    Returns:
+        The exit code.
+    """
+    if arguments.plot or arguments.tables:
+        if arguments.plot:
+            report().draw(json.loads(arguments.plot.read_text(encoding="utf-8")), arguments.picture)
+        if arguments.tables:
+            print(report().tables(json.loads(arguments.tables.read_text(encoding="utf-8"))))
+        return 0
+    if reason := unavailable(script):
+        print(reason, file=sys.stderr)
+        return EXIT_NO_GPU
+    result = measure(arguments)
+    if arguments.output:
+        write_json(arguments.output, result)
+    else:
+        print(json.dumps(result, indent=1))
+    return 0

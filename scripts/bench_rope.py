@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import json
+import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plugins.fused_qk_rope.launch_plan import LAUNCH, LaunchConfig
-from scripts.bench_output import EXIT_NO_GPU, unavailable, write_json
+from scripts.bench_output import run
 from scripts.rope_bench.cases import Problem, check_outputs, contenders, make_problem, prepare_fused
 from scripts.rope_bench.timing import capture, copy_bandwidth, host_microseconds, time_graphs
 
@@ -264,24 +264,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Run one command; the return value is the exit code."""
-    arguments = parse_arguments()
-    if arguments.plot or arguments.tables:
-        from scripts.rope_bench import report
-
-        if arguments.plot:
-            report.draw(json.loads(arguments.plot.read_text(encoding="utf-8")), arguments.picture)
-        if arguments.tables:
-            print(report.tables(json.loads(arguments.tables.read_text(encoding="utf-8"))))
-        return 0
-    if reason := unavailable("bench_rope"):
-        print(reason, file=sys.stderr)
-        return EXIT_NO_GPU
-    result = measure(arguments)
-    if arguments.output:
-        write_json(arguments.output, result)
-    else:
-        print(json.dumps(result, indent=1))
-    return 0
+    return run("bench_rope", parse_arguments(), measure, lambda: importlib.import_module("scripts.rope_bench.report"))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime as dt
-import json
+import importlib
 import sys
 import time
 from functools import partial
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench_output import EXIT_NO_GPU, unavailable, write_json
+from scripts.bench_output import run
 
 if TYPE_CHECKING:
     from model.tower import KimiVision
@@ -249,24 +249,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Run one command; the return value is the exit code."""
-    arguments = parse_arguments()
-    if arguments.plot or arguments.tables:
-        from scripts.tower_bench import report
-
-        if arguments.plot:
-            report.draw(json.loads(arguments.plot.read_text(encoding="utf-8")), arguments.picture)
-        if arguments.tables:
-            print(report.tables(json.loads(arguments.tables.read_text(encoding="utf-8"))))
-        return 0
-    if reason := unavailable("bench_tower"):
-        print(reason, file=sys.stderr)
-        return EXIT_NO_GPU
-    result = measure(arguments)
-    if arguments.output:
-        write_json(arguments.output, result)
-    else:
-        print(json.dumps(result, indent=1))
-    return 0
+    return run("bench_tower", parse_arguments(), measure, lambda: importlib.import_module("scripts.tower_bench.report"))
 
 
 if __name__ == "__main__":

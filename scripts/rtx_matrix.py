@@ -40,6 +40,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from exporter.files import write_text
 from scripts.engine_runs.results import COMMAND, Record, call, now, read_json
 
 DEFAULT_OUTPUT = Path("benchmarks/results/engines-rtx-cpu.json")
@@ -363,9 +364,7 @@ class Run:
         counts = Counter(found["outcome"] for found in engines.values())
         document = {**self.state["runs"][-1], "counts": dict(counts), **self.state, "engines": engines}
         self.arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.arguments.output.with_suffix(".part")
-        temporary.write_text(one_line_each(document) + "\n", encoding="utf-8")
-        os.replace(temporary, self.arguments.output)
+        write_text(self.arguments.output, one_line_each(document) + "\n")
 
 
 def start_exporter() -> None:

@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # The first call of a PyTorch operation may take seconds on a busy machine: a deadline would fail at random.
@@ -29,3 +31,11 @@ def pytest_configure() -> None:
     except ModuleNotFoundError:  # the tests of the engine runtime run where torch is not installed
         return
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def own_triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile, and not find what an earlier run compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield

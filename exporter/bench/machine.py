@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 from pathlib import Path
 
 from exporter.bench.report import Machine
 from exporter.tools import tool_versions
-from exporter.validation.gpu import cuda_capability, cuda_driver_version
+from exporter.validation.gpu import cuda_capability, cuda_driver_version, cuda_name
 
 _PACKAGES = (
     *("torch", "triton", "onnx", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "cuda-bindings"),
@@ -25,7 +24,7 @@ def describe_machine() -> Machine:
         cpu=_cpu(),
         cpus=len(os.sched_getaffinity(0)),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
-        gpu=_gpu(),
+        gpu=cuda_name(),
         capability=cuda_capability(),
         cuda_driver=None if driver is None else f"{driver // 1000}.{driver % 1000 // 10}",
         versions=tool_versions(_PACKAGES),
@@ -40,15 +39,3 @@ def _cpu() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names and names[0] else platform.machine()
-
-
-def _gpu(device: int = 0) -> str | None:
-    """Name of a GPU, from the CUDA driver; None without one."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    handle, name = ctypes.c_int(), ctypes.create_string_buffer(256)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), device) != 0:
-        return None
-    return name.value.decode(errors="replace") if driver.cuDeviceGetName(name, len(name), handle) == 0 else None

@@ -17,8 +17,8 @@ from exporter.trt import flavor as flavors
 from exporter.trt.flavor import Flavor
 from exporter.trt.job import BuildJob, Built, Phase
 from exporter.validation.backends import INPUTS, OUTPUT
-from exporter.validation.golden_format import PATCH_VALUES
 from exporter.validation.gpu import cuda_driver_version
+from model.config import PATCH_VALUES
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 
 if TYPE_CHECKING:

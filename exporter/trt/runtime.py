@@ -27,9 +27,9 @@ from exporter.trt.flavor import Flavor, installed
 from exporter.trt.profiles import tightest
 from exporter.validation.backends import INPUTS, OUTPUT
 from exporter.validation.evidence import DTYPES, PATCHES_PER_ROW, DType, Profile, Shape, check_grids
-from exporter.validation.golden_format import PATCH_VALUES
 from exporter.validation.gpu import cuda_capability
 from exporter.validation.latency import Latency, percentiles
+from model.config import PATCH_VALUES
 from plugins.fused_qk_rope.description import FUSED_QK_ROPE
 from plugins.fused_qk_rope.tensorrt_kernels import forget_errors, last_error
 

@@ -15,8 +15,7 @@ from PIL import Image
 
 from exporter.errors import MissingRequirement, Usage
 from exporter.validation.evidence import DType, Grids
-from exporter.validation.golden_format import PATCH_VALUES
-from model.config import MAX_SIDE, PATCH_SIZE, VisionConfig
+from model.config import MAX_SIDE, PATCH_SIZE, PATCH_VALUES, VisionConfig
 from model.preprocess import load_image, preprocess
 from model.preprocess_rule import RULES, PreprocessRule, load_rule
 from model.weights import VisionWeights

@@ -27,11 +27,11 @@ from exporter.errors import BadInput
 from exporter.files import FileRecord, check_sha256
 from exporter.records import read_record
 from exporter.validation.evidence import BackendInfo, Case, DType, check_name
+from model.config import PATCH_VALUES
 
 SCHEMA_VERSION = 1
 JSON_NAME = "golden.json"
 TENSORS_NAME = "golden.safetensors"
-PATCH_VALUES = 588  # 3 * 14 * 14
 HEADER_BYTES = 256 << 10  # reserved, so that arrays are written as they come; the format allows spaces after the JSON
 
 

@@ -20,6 +20,7 @@ from exporter.records import encode, to_text
 from exporter.validation import golden_format, metrics
 from exporter.validation.evidence import BackendInfo, DType, Errors
 from exporter.validation.golden import Float32, rounds_exactly
+from model.config import PATCH_VALUES
 
 Array = NDArray[Any]
 
@@ -106,9 +107,7 @@ class GoldenWriter:
         frames = int(pixel_values.shape[0])
         no_error = Errors(0.0, 0.0, 0.0, 0.0)
         draft = golden_format.GoldenCase(name, kind, frames, grids, no_error, (), ())
-        pixels = _fp32(
-            pixel_values, (frames, draft.shape.patches, golden_format.PATCH_VALUES), f"pixel_values of {name}"
-        )
+        pixels = _fp32(pixel_values, (frames, draft.shape.patches, PATCH_VALUES), f"pixel_values of {name}")
         if not rounds_exactly(pixels, self.origin.dtype):
             raise BadInput(
                 f"pixel_values of {name} are not rounded to {self.origin.dtype}; round before running PyTorch"

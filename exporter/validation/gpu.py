@@ -28,16 +28,39 @@ def cuda_capability(device: int = 0) -> str | None:
     Returns:
         Such as ``9.0``; None where there is no driver or no such GPU.
     """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    found = _device(device)
+    if found is None:
         return None
-    handle, number = ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), device) != 0:
-        return None
-    parts = []
+    driver, handle = found
+    number, parts = ctypes.c_int(), []
     for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
         if driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, handle) != 0:
             return None
         parts.append(number.value)
     return f"{parts[0]}.{parts[1]}"
+
+
+def cuda_name(device: int = 0) -> str | None:
+    """Ask the CUDA driver what a GPU is called; None where there is no driver or no such GPU.
+
+    Args:
+        device: ordinal among the visible GPUs.
+    """
+    found = _device(device)
+    if found is None:
+        return None
+    driver, handle = found
+    name = ctypes.create_string_buffer(256)
+    return name.value.decode(errors="replace") if driver.cuDeviceGetName(name, len(name), handle) == 0 else None
+
+
+def _device(ordinal: int) -> tuple[ctypes.CDLL, ctypes.c_int] | None:
+    """Driver and handle of a GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    handle = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), ordinal) != 0:
+        return None
+    return driver, handle

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.config import PATCH_VALUES
 from model.cuda.placement import Fields, FieldSizes, Placement
 from model.cuda.weights import PADDED_PATCH_VALUES
-from model.tower import PATCH_VALUES
 
 # One image makes at most 48 sizes up to 4096 tokens; several items of one length, or of any, make more.
 MOST_GRAPHS = 128

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - PyTorch's own idiom
 
+from model.config import PATCH_VALUES
 from model.cuda import attention
 from model.cuda.encoder import Attend, encode
 from model.cuda.graphs import BlockGraphs, GraphKey
@@ -27,7 +28,7 @@ from model.cuda.weights import (
     parameter_bytes,
     unpadded,
 )
-from model.tower import PATCH_VALUES, VisionTower, gather_members, group_items, mean_of_clips
+from model.tower import VisionTower, gather_members, group_items, mean_of_clips
 
 CACHE_BYTES = 256 << 20  # positions and angles: 44 MB for 16384 tokens, 2.7 MB for 1024
 # Up to so many tokens a call's launches take longer than its kernels: 8 ms of an H200's host for 27 layers.

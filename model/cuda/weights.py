@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model.config import PATCH_VALUES
 from model.cuda.residual_norm import NormWeights, norm_weights
 from model.norm import RMSNorm
 from model.platform import say_once
-from model.tower import MLP, PATCH_VALUES, Block, Encoder, PatchEmbed, PositionTable, VisionTower
+from model.tower import MLP, Block, Encoder, PatchEmbed, PositionTable, VisionTower
 
 # Rows of 588 values are no multiple of 16 bytes, for which cuBLAS has only kernels that take four times as long.
 PADDED_PATCH_VALUES = 592

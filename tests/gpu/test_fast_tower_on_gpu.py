@@ -21,8 +21,8 @@ from torch.nn import functional as F  # noqa: E402, N812
 from model import load  # noqa: E402
 from model.cuda.encoder import linear_gelu  # noqa: E402
 from model.cuda.placement import padded_tokens  # noqa: E402
-from model.cuda.residual_norm import NormWeights, residual_norm_  # noqa: E402
 from model.tower import build_tower  # noqa: E402
+from tests.model.residual_norms import check_residual_norm  # noqa: E402
 from tests.model.samples import pixels_of, relative_error, weights_of  # noqa: E402
 
 WIDE = ("kimi-k2.5", "kimi-k3", "kimi-vl")
@@ -243,29 +243,7 @@ def test_load_turns_it_on():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1152), (4, 1024), (1656, 1152), (3, 96), (130, 1000)])
 def test_residual_norm_equals_float64(tokens, width, dtype, bias):
-    generator = torch.Generator(device="cuda").manual_seed(tokens)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
-
-    x, delta, weight = draw(tokens, width) * 3 + 5, draw(tokens, width), draw(width)
-    norm = NormWeights(weight, draw(width) if bias else None, 1e-5)
-    out, total = torch.full_like(x, float("nan")), x + delta
-    residual_norm_(x, delta, norm, out)
-    assert torch.equal(x, total)
-    wide = total.double()
-    if bias:
-        want = F.layer_norm(wide, (width,), weight.double(), norm.bias.double(), 1e-5)
-    else:
-        want = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-    # one rounding to the dtype: half a spacing of each value, and fp32's own error of the statistics (means of 5 and
-    # deviations of 3: a few 1e-7 of the value before the weights)
-    allowed = torch.finfo(dtype).eps * want.abs() * 0.502 + 4e-6 * (weight.double().abs() + 1)
-    assert bool(((out.double() - want).abs() <= allowed).all())
-    again = torch.full_like(out, float("nan"))
-    residual_norm_(x, None, norm, again)
-    assert torch.equal(out, again)
-    assert torch.equal(x, total)
+    check_residual_norm(tokens, width, dtype, bias=bias, device="cuda")
 
 
 @pytest.mark.parametrize("tokens", [4, 256, 1656])

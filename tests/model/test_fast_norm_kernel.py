@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,18 +130,6 @@ def test_what_the_kernel_would_misread_is_refused(results: dict[str, Any]):
 # -------------------------------------------------------------------------------------------------------- compilation
 
 
-@pytest.fixture(scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile, and not find what an earlier run compiled."""
-    before = os.environ.get("TRITON_CACHE_DIR")
-    os.environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    yield
-    if before is None:
-        del os.environ["TRITON_CACHE_DIR"]
-    else:
-        os.environ["TRITON_CACHE_DIR"] = before
-
-
 def compiled(capability: int, element: str, *, centred: bool, dependent: bool) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -168,7 +155,7 @@ def compiled(capability: int, element: str, *, centred: bool, dependent: bool) -
 @pytest.mark.parametrize(
     ("capability", "element"), [(80, "bf16"), (89, "fp16"), (90, "bf16"), (100, "fp16"), (120, "bf16")]
 )
-def test_compiles_for_every_generation(capability: int, element: str, own_cache: None):
+def test_compiles_for_every_generation(capability: int, element: str, own_triton_cache: None):
     dependent = capability >= 90
     for centred in (True, False):
         text = compiled(capability, element, centred=centred, dependent=dependent).asm["ptx"]

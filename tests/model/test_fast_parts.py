@@ -16,6 +16,7 @@ from model.cuda.tower import GROUP_TOKENS, FastTower
 from model.cuda.weights import MASKED, BlockWeights, fits, pack, padded_head, parameter_bytes, unpadded
 from model.tower import Block, build_tower, group_items
 from tests.model.attention_float64 import attend_float64, draw_qkv, errors_of, limits_for
+from tests.model.residual_norms import check_residual_norm
 from tests.model.samples import tower_of, weights_of
 
 # ------------------------------------------------------------------------------------------------------ packed weights
@@ -122,31 +123,7 @@ def test_dtypes_of_the_fast_form():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(5, 96), (3, 1000), (2, 1152)])
 def test_residual_norm_equals_float64(tokens: int, width: int, dtype: torch.dtype, bias: bool):
-    generator = torch.Generator().manual_seed(tokens)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    x, delta, weight = draw(tokens, width) * 3 + 5, draw(tokens, width), draw(width)
-    norm = NormWeights(weight, draw(width) if bias else None, 1e-5)
-    total, out = x + delta, torch.full_like(x, float("nan"))
-    given_delta = delta.clone()
-    residual_norm_(x, delta, norm, out)
-    assert torch.equal(x, total)
-    assert torch.equal(delta, given_delta)
-    wide = total.double()
-    if norm.bias is not None:
-        want = F.layer_norm(wide, (width,), weight.double(), norm.bias.double(), 1e-5)
-    else:
-        want = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-    # one rounding to the dtype: half a spacing of each value, and fp32's own error of the statistics (means of 5 and
-    # deviations of 3: a few 1e-7 of the value before the weights)
-    allowed = torch.finfo(dtype).eps * want.abs() * 0.502 + 4e-6 * (weight.double().abs() + 1)
-    assert bool(((out.double() - want).abs() <= allowed).all())
-    again = torch.full_like(out, float("nan"))
-    residual_norm_(x, None, norm, again)
-    assert torch.equal(out, again)
-    assert torch.equal(x, total)
+    check_residual_norm(tokens, width, dtype, bias=bias, device="cpu")
 
 
 @pytest.mark.parametrize("eps", [1e-5, 2.0**-23, 0.5])

@@ -24,16 +24,7 @@ NVIDIA = tuple(target for target in TARGETS if target.startswith("sm_"))
 AMD = tuple(target for target in TARGETS if target.startswith("gfx"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    """Compile, and not find what an earlier run compiled."""
-    before = os.environ.get("TRITON_CACHE_DIR")
-    os.environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    yield
-    if before is None:
-        del os.environ["TRITON_CACHE_DIR"]
-    else:
-        os.environ["TRITON_CACHE_DIR"] = before
+pytestmark = pytest.mark.usefixtures("own_triton_cache")
 
 
 def test_the_targets_are_those_that_the_project_promises():
