@@ -91,7 +91,7 @@ def measure_source(source: str, arguments: argparse.Namespace) -> dict[str, Any]
     result["rows"] = [logged(measure_row(grids, fast, floor, other, arguments)) for grids in SINGLE]
     result["several"] = [logged(measure_row(grids, fast, floor, other, arguments)) for grids in SEVERAL]
     result["graphs"] = {f"{k.padded} {k.form} {k.segments}": s for k, s in form.first_call_seconds.items()}
-    result["cache"] = {"bytes": form.placements.cache.nbytes, "bound": form.placements.cache.max_bytes}
+    result["cache"] = {"bytes": form.cache.nbytes, "bound": form.cache.max_bytes}
     del other
     result["errors"] = measure_errors(weights, fast)
     return result
@@ -174,11 +174,12 @@ def measure_errors(weights: VisionWeights, fast: KimiVision) -> list[dict[str, A
 
 
 def measure_attention() -> list[dict[str, Any]]:
-    """Microseconds of attention by back end, head size and length, one item, within a CUDA graph."""
+    """Microseconds of attention by kernel, head size and length, one item, within a CUDA graph."""
     import torch
     from torch.nn import functional as F  # noqa: N812
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from model.cuda.attention import attend_split_heads, splits_heads
     from scripts.tower_bench.timing import graph_microseconds
 
     back_ends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -187,11 +188,15 @@ def measure_attention() -> list[dict[str, Any]]:
     for heads, dim in ((16, 72), (16, 80), (12, 128)):
         for tokens in ATTENTION_TOKENS:
             packed = torch.randn(tokens, 3, heads, dim, device="cuda", dtype=torch.bfloat16)
+            packed[:, 2, :, -1] = 1  # as the kernel for heads of two parts wants it
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in packed.unbind(1))
             row: dict[str, Any] = {"heads": heads, "head_dim": dim, "tokens": tokens}
             for name, back_end in back_ends.items():
                 with sdpa_kernel(back_end):
                     row[f"{name}_us"] = round(graph_microseconds(partial(F.scaled_dot_product_attention, q, k, v)), 2)
+            if splits_heads(packed.device, dim):
+                ours = partial(attend_split_heads, packed[:, 0], packed[:, 1], packed[:, 2], head_dim=dim)
+                row["split_us"] = round(graph_microseconds(ours), 2)
             rows.append(row)
     return rows
 

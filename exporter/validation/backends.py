@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -140,6 +142,8 @@ class OrtBackend:
         self._errors = _onnxruntime_errors()
         self._weights: list[onnxruntime.OrtValue] = []
         providers = _providers(provider, ort.get_available_providers())
+        if provider == "cuda":
+            _load_cuda_libraries(ort)
         options = ort.SessionOptions()
         options.log_severity_level = 4  # its own lines on stderr would break the one-line rule
         options.intra_op_num_threads = threads
@@ -225,6 +229,15 @@ def _providers(provider: str, available: list[str]) -> list[str | tuple[str, dic
         raise MissingRequirement("this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place")
     # TF32 would be an error of the backend's own, and it is on by default
     return [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
+
+
+def _load_cuda_libraries(ort: Any) -> None:  # noqa: ANN401  # a module
+    """Load CUDA's libraries from pip's packages: without it only a system's own are found, or PyTorch's once loaded.
+
+    What is missing it prints; the session then falls back to the CPU, and that is told.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        ort.preload_dlls()
 
 
 def _short(error: BaseException) -> str:

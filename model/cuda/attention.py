@@ -1,9 +1,10 @@
 """Which attention kernel runs: by what was measured, for one item, equal items and unequal items.
 
-On an H200 (bf16, 16 heads of 72 and 12 of 128, 64 to 16384 tokens) cuDNN is the fastest from 256 tokens on, 1.5 to 2.4
-times as fast as flash at 1024 and more, and never loses more than 2 us. It plans each new shape for 40 to 60 ms, so the
-number of shapes is bounded by padding. Several items of one length are a batch for it; for items of several lengths
-it would be a call an item, at which flash's one call for all wins below some 2048 tokens an item. docs/benchmarks.md.
+On an H200 (bf16, 16 heads of 72 and 12 of 128, 64 to 16384 tokens) cuDNN is the fastest of PyTorch's from 256 tokens
+on, 1.5 to 2.4 times as fast as flash at 1024 and more, and never loses more than 2 us. It plans each new shape for 40
+to 60 ms, so the number of shapes is bounded by padding. Several items of one length are a batch for it; for items of
+several lengths it would be a call an item, at which flash's one call for all wins below some 2048 tokens an item. Heads
+of 80 it pads to 128, so one item with such heads has a kernel of this project. docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _PREFERRED = [
 
 def preferred_kernels(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Let attention choose by measurement where it was measured (compute capability 9.0), else as PyTorch does."""
-    if device.type != "cuda" or torch.version.hip is not None or _capability(device.index or 0) != (9, 0):
-        return contextlib.nullcontext()
-    return sdpa_kernel(_PREFERRED, set_priority=True)
+    return sdpa_kernel(_PREFERRED, set_priority=True) if _measured(device) else contextlib.nullcontext()
+
+
+def _measured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and _capability(device.index or 0) == (9, 0)
 
 
 @lru_cache(maxsize=64)
@@ -60,6 +63,24 @@ def attend_equal(q: Tensor, k: Tensor, v: Tensor, items: int, head_dim: int, mas
     scale = attention_scale(head_dim)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
     return output.transpose(1, 2).reshape(q.shape[0], -1)
+
+
+def splits_heads(device: torch.device, padded_head: int) -> bool:
+    """Whether one item is for :func:`attend_split_heads`, by what was measured: cuDNN suits powers of two better."""
+    if not _measured(device):
+        return False
+    try:
+        from model.cuda.split_head_kernel import parts
+    except ImportError:  # Triton before 3.4 has no descriptors of tensors
+        return False
+    return parts(padded_head) is not None
+
+
+def attend_split_heads(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> Tensor:
+    """Attend within one item; see :func:`model.cuda.split_head_kernel.split_head_attention`."""
+    from model.cuda.split_head_kernel import split_head_attention
+
+    return split_head_attention(q, k, v, head_dim)
 
 
 def attend_unequal(

@@ -56,6 +56,7 @@ class BlockGraphs:
         """
         self._largest = sizes
         self._patches = torch.zeros(sizes.padded, PADDED_PATCH_VALUES, dtype=sizes.dtype, device=device)
+        self._values: dict[int, Tensor] = {}  # the part of the inputs that so many tokens fill
         self._block = torch.zeros(sizes.nbytes, dtype=torch.uint8, device=device)
         self._out = torch.empty(sizes.padded, sizes.width, dtype=sizes.dtype, device=device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -77,7 +78,10 @@ class BlockGraphs:
             placement: of these tokens; must fit the largest size.
         """
         padded, tokens = placement.sizes.padded, placement.tokens
-        self._patches[:tokens, :PATCH_VALUES].copy_(patches)
+        values = self._values.get(tokens)
+        if values is None:
+            values = self._values[tokens] = self._patches[:tokens, :PATCH_VALUES]
+        values.copy_(patches)
         if tokens < padded:
             # what an earlier call left there could be NaN, and a masked NaN is still one
             self._patches[tokens:padded].zero_()

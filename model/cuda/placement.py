@@ -5,8 +5,7 @@ The tensors lie in one block of bytes, so that a CUDA graph gets them by one cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from model import position, projector, rope
 from model.config import VisionConfig
-from model.cuda.cache import ByteCache
+from model.cuda.cache import ByteCache, HasBytes
 from model.cuda.weights import MASKED
 from model.tower import PatchEmbed
 
@@ -140,51 +139,30 @@ class _Positions:
 
 
 class Placements:
-    """Makes placements and keeps them, and the positions of single items for calls that mix them anew."""
+    """Makes placements, and keeps the positions of single items for calls that mix them anew.
 
-    def __init__(self, config: VisionConfig, embed: PatchEmbed, max_bytes: int) -> None:
+    They are of the table and the bias as these were: who changes them makes other placements, as
+    :class:`model.tower.KimiVision` does.
+    """
+
+    def __init__(self, config: VisionConfig, embed: PatchEmbed, cache: ByteCache[HasBytes]) -> None:
         """Prepare.
 
         Args:
             config: the tower's config.
             embed: has the position table and the bias.
-            max_bytes: bound of all that is kept.
+            cache: for positions of single items, which it holds under their grids.
         """
-        self._config, self._embed = config, embed
-        self.cache: ByteCache[Placement | _Positions] = ByteCache(max_bytes)
+        self._config, self._embed, self._cache = config, embed, cache
 
-    def of(
-        self,
-        grids: Sequence[Grid],
-        padded: int,
-        pairs: int,
-        making: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> Placement:
-        """Return the placement of items.
+    def make(self, grids: Sequence[Grid], padded: int, pairs: int) -> Placement:
+        """Make the placement of items.
 
         Args:
             grids: (t, h, w) of each item.
             padded: tokens of all, padding included.
             pairs: half of a head as attention gets it.
-            making: gives the context to make tensors in, since they are kept.
         """
-
-        def make() -> Placement:
-            with making():
-                return self._make(grids, padded, pairs)
-
-        found = self.cache.get((tuple(grids), padded, pairs, *self._identity()), make)
-        if not isinstance(found, Placement):
-            raise TypeError("a key of placements holds something else")
-        return found
-
-    def _identity(self) -> tuple[object, ...]:
-        """What else the numbers depend on, the contents of table and bias by their version counters."""
-        table, bias = self._embed.pos_emb.weight, self._embed.proj.bias
-        contents = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in (table, bias) if x is not None]
-        return self._config.pos_emb_interpolation_mode, table.dtype, table.device, *contents
-
-    def _make(self, grids: Sequence[Grid], padded: int, pairs: int) -> Placement:
         config, table = self._config, self._embed.pos_emb.weight
         lengths = tuple(t * h * w for t, h, w in grids)
         tokens, device = sum(lengths), table.device
@@ -224,7 +202,7 @@ class Placements:
 
     def _positions(self, grid: Grid) -> Tensor:
         """The same, kept, for calls that mix items anew."""
-        found = self.cache.get((grid, *self._identity()), lambda: _Positions(self._item_positions(grid)))
+        found = self._cache.get(grid, lambda: _Positions(self._item_positions(grid)))
         if not isinstance(found, _Positions):
             raise TypeError("a key of positions holds something else")
         if found.rows.is_cuda:

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's own idiom
 
 from model.config import PATCH_VALUES
 from model.cuda import attention
+from model.cuda.cache import ByteCache, HasBytes
 from model.cuda.encoder import Attend, encode
 from model.cuda.graphs import BlockGraphs, GraphKey
 from model.cuda.placement import SEGMENTS, Fields, FieldSizes, Grid, Placement, Placements, padded_tokens
@@ -41,6 +43,27 @@ GROUP_ITEMS = 256  # laying out tokens takes memory by tokens times items
 _RUNNING = threading.RLock()
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a call of some grids does.
+
+    Attributes:
+        placement: of its tokens.
+        form: of attention: ``whole`` for one item whose padding, if any, its keys mask; ``masked`` for one with a mask;
+            ``equal`` for items of one length; ``unequal`` for any others.
+        key: of its CUDA graph; None if it has none.
+    """
+
+    placement: Placement
+    form: str
+    key: GraphKey | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.placement.nbytes
 
 
 class FastTower:
@@ -71,10 +94,12 @@ class FastTower:
         self.contents = Contents(tower)
         self.copied_bytes = parameter_bytes(self.packed, tower)
         pairs, width = self.packed.padded // 2, weight.shape[0]
-        self.placements = Placements(tower.config, tower.patch_embed, cache_bytes)
+        self.cache: ByteCache[HasBytes] = ByteCache(cache_bytes)
+        self._placements = Placements(tower.config, tower.patch_embed, self.cache)
         self._largest = FieldSizes(graph_tokens, width, pairs, self.dtype)
         self._graphs: BlockGraphs | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._address: int | None = None
         self._streams = 0
         self._done: torch.cuda.Event | None = None
 
@@ -91,15 +116,20 @@ class FastTower:
         Raises:
             RuntimeError: the caller records a CUDA graph.
         """
-        with _RUNNING, torch.no_grad(), self._on_device():
+        # this far from the GPU every microsecond shows: after a rest a line of Python takes three times as long as it
+        # does in a loop, and a small input is all but waiting for it
+        if patches.requires_grad:
+            patches = patches.detach()
+        with _RUNNING, self._on_device():
             stream = self._wait_for_others()
             try:
-                placement = self._place(grids)
+                plan = self._plan(grids)
+                placement = plan.placement
                 if self._streams > 1 and stream is not None:
                     # it may be dropped from what is kept while this stream still reads it
                     placement.block.record_stream(stream)
                     placement.merge.record_stream(stream)
-                normed = self._encode(patches, placement)
+                normed = self._encode(patches, plan)
                 return gather_members(mean_of_clips(normed[: placement.tokens], grids), placement.merge)
             finally:
                 # also after an error, such as no memory left: a part of the call is on the stream
@@ -156,21 +186,37 @@ class FastTower:
     def _graph_tokens(self) -> int:
         return self._largest.padded if self.device.type == "cuda" else 0
 
-    def _place(self, grids: Sequence[Grid]) -> Placement:
-        """Pad where that bounds the number of graphs and plans and costs less than it saves.
+    def _plan(self, grids: Sequence[Grid]) -> Plan:
+        """What a call of these grids does: of the same grids, the same for as long as it is kept."""
+        found = self.cache.get(tuple(grids), lambda: self._new_plan(grids))
+        if not isinstance(found, Plan):
+            raise TypeError("a key of plans holds something else")
+        return found
 
-        Several items of one length are planned and recorded as they are. Without a graph, unequal ones need no plan,
-        and a mask is not worth its cost (half of attention's time): such a length is planned by itself, once.
+    def _new_plan(self, grids: Sequence[Grid]) -> Plan:
+        with _kept():
+            padded = self._padded_call([t * h * w for t, h, w in grids])
+            placement = self._placements.make(grids, padded, self._weights(len(grids)).padded // 2)
+            form = self._form(placement)
+            if not self._has_graph(form, placement):
+                return Plan(placement, form, None)
+            segments = {"equal": len(placement.lengths), "unequal": placement.sizes.segments}.get(form, 1)
+            return Plan(placement, form, GraphKey(padded, form, segments))
+
+    def _padded_call(self, lengths: Sequence[int]) -> int:
+        """Tokens with padding of a call.
+
+        Padding where that bounds the number of graphs and plans and costs less than it saves. Several items of one
+        length are planned and recorded as they are. Without a graph, unequal ones need no plan, and a mask is not worth
+        its cost (half of attention's time): such a length is planned by itself, once.
         """
-        areas = [t * h * w for t, h, w in grids]
-        tokens = sum(areas)
-        if len(areas) == 1:
-            padded = self._padded(tokens)
-        else:
-            padded = padded_tokens(tokens)
-            if len(set(areas)) == 1 or padded > self._graph_tokens or len(areas) >= SEGMENTS[-1]:
-                padded = tokens
-        return self.placements.of(grids, padded, self._weights(len(areas)).padded // 2, _kept)
+        tokens = sum(lengths)
+        if len(lengths) == 1:
+            return self._padded(tokens)
+        padded = padded_tokens(tokens)
+        if len(set(lengths)) == 1 or padded > self._graph_tokens or len(lengths) >= SEGMENTS[-1]:
+            return tokens
+        return padded
 
     def _padded(self, tokens: int) -> int:
         """Tokens with padding of one item."""
@@ -180,37 +226,30 @@ class FastTower:
     def _weights(self, items: int) -> PackedTower:
         return self.packed if items == 1 else self.unpadded
 
-    def _encode(self, patches: Tensor, placement: Placement) -> Tensor:
-        form = self._form(placement)
-        if not self._has_graph(form, placement):
-            sizes = placement.sizes
-            spare = (0, PADDED_PATCH_VALUES - PATCH_VALUES, 0, sizes.padded - placement.tokens)
-            return self._body(form, placement, F.pad(patches, spare), placement.fields, None)
+    def _encode(self, patches: Tensor, plan: Plan) -> Tensor:
+        placement, key = plan.placement, plan.key
+        if key is None:
+            spare = (0, PADDED_PATCH_VALUES - PATCH_VALUES, 0, placement.sizes.padded - placement.tokens)
+            return self._body(plan.form, placement, F.pad(patches, spare), placement.fields, None)
         if self._graphs is None:
             with _kept():
                 self._graphs = BlockGraphs(self._largest, self.device)
-        segments = {"equal": len(placement.lengths), "unequal": placement.sizes.segments}.get(form, 1)
-        key = GraphKey(placement.sizes.padded, form, segments)
         self._graphs.load(patches, placement)
         if not self._graphs.has(key):
             with _kept():
-                seconds = self._graphs.record(key, placement.sizes, partial(self._body, form, placement))
+                seconds = self._graphs.record(key, placement.sizes, partial(self._body, plan.form, placement))
             _LOG.info("recorded a CUDA graph of %d tokens in %.3f s", key.padded, seconds)
         return self._graphs.replay(key)
 
     def _has_graph(self, form: str, placement: Placement) -> bool:
         if placement.sizes.padded > self._graph_tokens or placement.sizes.segments > SEGMENTS[-1]:
             return False
-        any_lengths = attention.has_varlen(self.device.type) and max(placement.lengths) <= attention.ALONE_TOKENS
-        return form != "unequal" or any_lengths
+        if form != "unequal":
+            return True
+        return attention.has_varlen(self.device.type) and max(placement.lengths) <= attention.ALONE_TOKENS
 
     def _form(self, placement: Placement) -> str:
-        """Name the form of attention.
-
-        Returns:
-            ``whole`` for one item whose padding, if any, its keys mask; ``masked`` for one with a mask; ``equal`` for
-            items of one length; ``unequal`` for any others.
-        """
+        """Name the form of attention, as :class:`Plan` describes it."""
         padding = placement.sizes.padded > placement.tokens
         if len(placement.lengths) == 1:
             return "masked" if padding and not self.packed.masks else "whole"
@@ -225,6 +264,8 @@ class FastTower:
     def _attend(self, form: str, placement: Placement, fields: Fields) -> Attend:
         """Attention of a form; a graph that is recorded with it serves other placements of its key too."""
         dim, padded = self.packed.head_dim, placement.sizes.padded
+        if form == "whole" and self.packed.sums and attention.splits_heads(self.device, self.packed.padded):
+            return partial(attention.attend_split_heads, head_dim=dim)
         if form != "unequal":
             items = len(placement.lengths) if form == "equal" else 1
             mask = fields.mask if form == "masked" else None
@@ -254,12 +295,21 @@ class FastTower:
         if torch.cuda.is_current_stream_capturing():
             # it would hold addresses of positions that are not kept for ever, and of inputs that other calls overwrite
             raise RuntimeError("the fast form cannot be recorded in a CUDA graph; it records its own for small inputs")
+        address = _stream_address(self.device.index)
+        if self._stream is not None and address == self._address:
+            return self._stream
         stream = torch.cuda.current_stream()
-        if stream != self._stream:
-            self._streams += 1
-            if self._done is not None:
-                stream.wait_event(self._done)
+        self._address = address
+        self._streams += 1
+        if self._done is not None:
+            stream.wait_event(self._done)
         return stream
+
+
+def _stream_address(device: int) -> int:
+    """The current stream's cudaStream_t; PyTorch's own object of it takes 90 us to make and compare after a rest."""
+    address: int = torch._C._cuda_getCurrentRawStream(device)
+    return address
 
 
 @contextlib.contextmanager

@@ -72,6 +72,11 @@ class PackedTower:
         """Whether heads have room for the elements by which padded keys are masked; see :func:`_pad_qkv_bias`."""
         return self.padded > self.head_dim
 
+    @property
+    def sums(self) -> bool:
+        """Whether the last element of each head of v is 1, so that a product sums the softmax beside the rest."""
+        return self.padded > self.head_dim + 2
+
 
 def pack(tower: VisionTower) -> PackedTower:
     """Pack a tower's weights; copies are made of the patch embedding and, with padded heads, of wqkv and wo.
@@ -173,10 +178,11 @@ def _pad(x: Tensor, axis: int, size: int) -> Tensor:
 
 
 def _pad_qkv_bias(weight: Tensor, bias: Tensor | None, heads: int, padded: int) -> Tensor:
-    """Bias with the first two spare elements of a head set to (1, 0) in q and (0, 1) in k.
+    """Bias with the first two spare elements of a head set to (1, 0) in q and (0, 1) in k, and the last of v to 1.
 
-    They are one more pair for the rotation, with cos 1 and sin 0 at a token, which leaves their product 0, and with
-    sin -MASKED at padding, which turns the key to (MASKED, 1): no query sees it, at no cost.
+    The two are one more pair for the rotation, with cos 1 and sin 0 at a token, which leaves their product 0, and with
+    sin -MASKED at padding, which turns the key to (MASKED, 1): no query sees it, at no cost. What comes of the 1, which
+    :mod:`model.cuda.split_head_kernel` wants, meets a 0 in wo.
     """
     dim = weight.shape[0] // (3 * heads)
     packed = weight.new_zeros(3, heads, padded)
@@ -184,6 +190,8 @@ def _pad_qkv_bias(weight: Tensor, bias: Tensor | None, heads: int, padded: int) 
         packed[:, :, :dim] = bias.detach().view(3, heads, dim)
     packed[0, :, dim] = 1
     packed[1, :, dim + 1] = 1
+    if padded > dim + 2:
+        packed[2, :, -1] = 1
     return packed.flatten()
 
 

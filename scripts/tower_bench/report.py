@@ -80,13 +80,17 @@ def errors_table(towers: list[Row]) -> str:
 
 
 def attention_table(rows: list[Row]) -> str:
-    """Microseconds of one attention by back end."""
-    names = ("cudnn_us", "flash_us", "efficient_us")
+    """Microseconds of one attention by kernel; one of this project is for padded heads alone."""
+    names = ("split_us", "cudnn_us", "flash_us", "efficient_us")
     lines = [
-        [f"{row['heads']} x {row['head_dim']}", str(row["tokens"]), *(f"{row[name]:.1f}" for name in names)]
+        [
+            f"{row['heads']} x {row['head_dim']}",
+            str(row["tokens"]),
+            *(f"{row[name]:.1f}" if name in row else "" for name in names),
+        ]
         for row in rows
     ]
-    return _table(["heads x d", "tokens", "cuDNN, us", "flash, us", "efficient, us"], lines)
+    return _table(["heads x d", "tokens", "two parts, us", "cuDNN, us", "flash, us", "efficient, us"], lines)
 
 
 def tables(result: Row) -> str:

@@ -76,6 +76,27 @@ def test_a_silent_fallback_is_refused(tmp_path, monkeypatch):
     assert "fell back to CPUExecutionProvider" in caught.value.format_message()
 
 
+def test_cuda_libraries_of_pip_are_loaded_before_the_session_and_in_silence(tmp_path, monkeypatch, capfd):
+    path = write_sample_onnx(tmp_path / "tower.onnx")
+    happened = []
+
+    def preload_dlls():
+        happened.append("libraries")
+        print("Failed to load libcublas.so.13")
+
+    def session(*_):
+        happened.append("session")
+        raise onnxruntime.capi.onnxruntime_pybind11_state.Fail("no more of this")
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(onnxruntime, "preload_dlls", preload_dlls)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    with pytest.raises(BadInput, match="no more of this"):
+        OrtBackend(path, "cuda")
+    assert happened == ["libraries", "session"]
+    assert capfd.readouterr() == ("", "")
+
+
 def other_names(path):
     model = onnx.load(path)
     model.graph.input[0].name = "pixels"

@@ -212,7 +212,7 @@ def test_memory_is_bounded_however_many_grids_come():
     for h, w in sizes:
         run(fast, [(1, h, w)])
     torch.cuda.synchronize()
-    assert form.placements.cache.nbytes <= 32 << 20
+    assert form.cache.nbytes <= 32 << 20
     assert torch.cuda.memory_allocated() - before <= 40 << 20  # the cache's bound, and what the allocator rounds up
 
 

@@ -23,8 +23,9 @@ SETS = [
     ("tiny", "bfloat16", 700),
     ("tiny", "float16", 700),
     ("tiny-k3", "bfloat16", 700),
-    ("kimi-k2.5?layers=2", "bfloat16", 120),
-    ("kimi-k3?layers=2", "bfloat16", 120),
+    # the gate wants a call of 300 patches for directions of wrong resampling; a CPU takes seconds for it
+    ("kimi-k2.5?layers=2", "bfloat16", 330),
+    ("kimi-k3?layers=2", "bfloat16", 330),
 ]
 
 
@@ -35,7 +36,7 @@ def test_the_fast_form_passes(preset, dtype, patches, tmp_path):
     with TorchBackend(source, dtype, "cuda") as backend:
         assert backend._tower.fast_tower() is not None
         report = judge_file(tmp_path / "tower", "tower", backend, open_golden(tmp_path / "golden"))
-    assert report.judgement.verdict.value == "PASS", report.summary
+    assert report.judgement.verdict.value == "PASS", (*report.judgement.faults, *report.judgement.doubts)
 
 
 def test_other_weights_fail(tmp_path):

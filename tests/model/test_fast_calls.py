@@ -193,8 +193,8 @@ def test_what_is_kept_in_inference_mode_is_made_of_ordinary_tensors():
         run(tower, GRIDS)
         fast = tower.fast_tower()
     assert fast is not None
-    placement = fast._place(GRIDS)
-    assert fast.placements.cache.hits > 0
+    placement = fast._plan(GRIDS).placement
+    assert fast.cache.hits > 0
     block = fast.packed.blocks[0]
     kept = [placement.block, placement.merge, *placement.fields, fast.packed.patch, block.wqkv, block.wo]
     assert not any(tensor.is_inference() for tensor in kept)
@@ -253,12 +253,12 @@ def test_options_reach_the_fast_form():
     fast = tower.fast_tower()
     assert fast is not None
     run(tower, GRIDS)
-    assert len(fast.placements.cache) == 0
+    assert len(fast.cache) == 0
     again = tower.accelerate().fast_tower()
     assert again is not fast
     run(tower, GRIDS)
     assert again is not None
-    assert len(again.placements.cache) > 0
+    assert len(again.cache) > 0
 
 
 # ---------------------------------------------------------------------------------------------------- other weights

@@ -101,6 +101,7 @@ class Cuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: self.kept_for.append(stream))
+        monkeypatch.setattr(fast_module, "_stream_address", lambda _: id(self.current))
         monkeypatch.setattr(attention, "_capability", lambda _: (8, 0))
         monkeypatch.setattr(fast_module, "BlockGraphs", lambda sizes, _: BlockGraphs(sizes, torch.device("cpu")))
         monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())

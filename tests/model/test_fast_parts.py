@@ -42,9 +42,9 @@ def test_padded_heads_are_the_model_and_exact_zeros():
         assert packed.qkv_bias is not None
         bias = packed.qkv_bias.view(3, 4, 32)
         assert torch.equal(bias[:, :, :24], block.wqkv.bias.view(3, 4, 24))
-        # q gets (1, 0) and k (0, 1), from which the rotation makes the mask
+        # q gets (1, 0) and k (0, 1), from which the rotation makes the mask, and v a 1 for the sum of the softmax
         spare = torch.zeros(3, 8, dtype=torch.bfloat16)
-        spare[0, 0] = spare[1, 1] = 1
+        spare[0, 0] = spare[1, 1] = spare[2, 7] = 1
         assert torch.equal(bias[:, :, 24:], spare.unsqueeze(1).expand(-1, 4, -1))
 
 

@@ -171,8 +171,8 @@ def test_forms_of_attention_with_the_padding_of_graphs(
     tower = build_tower(weights_of(name), dtype=torch.bfloat16).accelerate()
     fast = tower.fast_tower()
     assert fast is not None
-    placement = fast._place(grids)
-    assert (fast._form(placement), placement.sizes.padded) == (form, padded)
+    plan = fast._plan(grids)
+    assert (plan.form, plan.placement.sizes.padded) == (form, padded)
     pixels = pixels_of(grids).to(torch.bfloat16)
     want = run(tower_of(name), grids, pixels.float())
     plain = relative_error(run(tower_of(name, torch.bfloat16), grids, pixels), want)
@@ -186,8 +186,8 @@ def test_padding_without_graphs():
     assert fast is not None
     assert k3 is not None
     for grids, padded in (([(1, 6, 6)], 64), ([(3, 4, 6)], 128), ([(1, 66, 64)], 4352), ([(1, 6, 6), (1, 2, 2)], 40)):
-        assert fast._place(grids).sizes.padded == padded
-        assert k3._place(grids).sizes.padded == token_count(grids)
+        assert fast._plan(grids).placement.sizes.padded == padded
+        assert k3._plan(grids).placement.sizes.padded == token_count(grids)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-k3"])
