@@ -12,13 +12,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from exporter.bench.cases import grids_of, pixels_of
-from exporter.bench.loading import OpenBackend, open_target
+from exporter.bench.loading import OpenBackend, Runs, open_target
 from exporter.bench.report import BenchCase
 from exporter.bench.targets import Target
 from exporter.errors import KvitError, one_line
@@ -107,13 +107,6 @@ class NotTaken:
 
     reason: str
     lost: bool
-
-
-class Runs(Protocol):
-    """The part of a `Backend` that is timed."""
-
-    def run(self, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Compute one case; see `exporter.validation.backends.Backend.run`."""
 
 
 # ------------------------------------------------------------------------------------------------------------- serving
@@ -224,9 +217,9 @@ def time_case(
     calls: list[float] = []
     parts: list[Latency] = []
 
-    def call() -> NDArray[np.float32]:
+    def call() -> NDArray[Any]:
         start = clock()
-        rows = backend.run(pixels, grids)
+        rows = backend.run_native(pixels, grids)
         calls.append((clock() - start) * 1e3)
         return rows
 
@@ -245,4 +238,4 @@ def time_case(
         part = backend.latency() if isinstance(backend, MeasuresLatency) else None
         parts += [] if part is None else [part]
         tick(1 + warmed + len(calls), total)
-    return TakenCase(first, warmed, tuple(calls), tuple(parts), output)
+    return TakenCase(first, warmed, tuple(calls), tuple(parts), output.astype(np.float32))

@@ -197,6 +197,14 @@ class OrtBackend:
         Raises:
             BadInput: ONNX Runtime refuses the model on this input.
         """
+        return np.asarray(self.run_native(pixel_values, grid_hws), dtype=np.float32)
+
+    def run_native(self, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[Any]:
+        """Compute one case; see `exporter.bench.loading.Runs`.
+
+        Raises:
+            BadInput: ONNX Runtime refuses the model on this input.
+        """
         import onnxruntime as ort
 
         run_options = ort.RunOptions()
@@ -255,19 +263,18 @@ def _to_ort(values: NDArray[Any], dtype: DType) -> onnxruntime.OrtValue:
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _BFLOAT16)
 
 
-def _from_ort(value: onnxruntime.OrtValue) -> NDArray[np.float32]:
-    """Copy an output into fp32; bf16 is read from its memory, since `numpy()` refuses it."""
+def _from_ort(value: onnxruntime.OrtValue) -> NDArray[Any]:
+    """Copy an output; bf16 is read from its memory, since `numpy()` refuses it."""
     import ml_dtypes
 
     dtype = _TENSOR_TYPES.get(value.data_type())
     if dtype is None:
         raise ValueError(f"the output is a {value.data_type()}, which is none of fp32, fp16 and bf16")
     if dtype != "bfloat16":
-        return np.asarray(value.numpy(), dtype=np.float32)
+        return np.asarray(value.numpy())
     if value.device_name().lower() != "cpu":
         raise ValueError(f"a bf16 output lies on {value.device_name()}")
     shape = tuple(value.shape())
     bits = np.empty(shape, dtype=np.uint16)
     ctypes.memmove(bits.ctypes.data, value.data_ptr(), bits.nbytes)
-    values: NDArray[np.float32] = bits.view(ml_dtypes.bfloat16).astype(np.float32)
-    return values
+    return bits.view(ml_dtypes.bfloat16)

@@ -82,14 +82,22 @@ def run_live(tower: LiveTower, pixels: Pixels, grids: Sequence[tuple[int, int]])
     Returns:
         [patches/4, text_hidden_size] fp32.
     """
+    rows: Pixels = live_rows(tower, pixels, grids).to(torch.float32).cpu().numpy()
+    return rows
+
+
+def live_rows(tower: LiveTower, pixels: Pixels, grids: Sequence[tuple[int, int]]) -> Tensor:
+    """The same as a tensor of the tower, in its dtype and on its device."""
     frames = pixels.shape[0]
     areas = [h * w for h, w in grids]
     # the graph's patches are frame-major over all items, the live tower's item by item
-    items = torch.split(torch.from_numpy(pixels), areas, dim=1)
-    flat = torch.cat([item.flatten(0, 1) for item in items])
+    values = torch.from_numpy(pixels)
+    if len(grids) == 1:
+        flat = values.flatten(0, 1)  # a view: a copy would wake all threads of the CPU before a GPU gets to work
+    else:
+        flat = torch.cat([item.flatten(0, 1) for item in torch.split(values, areas, dim=1)])
     thws = torch.tensor([(frames, h, w) for h, w in grids])
-    rows: Pixels = torch.cat(tower(flat, thws)).to(torch.float32).cpu().numpy()
-    return rows
+    return torch.cat(tower(flat, thws))
 
 
 class WrongRuns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import TracebackType
 from typing import Any
@@ -13,10 +14,22 @@ from torch import Tensor
 
 from exporter.validation.evidence import BackendInfo, DType
 from exporter.validation.latency import Latency, percentiles
-from exporter.validation.record import describe_torch, run_live
+from exporter.validation.record import LiveTower, describe_torch, live_rows, run_live
 from model.checkpoint import open_source
 from model.live import live_tower
 from model.tower import KimiVision
+
+Run = Callable[[LiveTower, NDArray[np.float32], Sequence[tuple[int, int]]], NDArray[Any]]
+
+
+def _run_native(tower: LiveTower, pixels: NDArray[np.float32], grids: Sequence[tuple[int, int]]) -> NDArray[Any]:
+    rows = live_rows(tower, pixels, grids).cpu()
+    if rows.dtype != torch.bfloat16:
+        return rows.numpy()
+    import ml_dtypes
+
+    bits: NDArray[Any] = rows.view(torch.int16).numpy()
+    return bits.view(ml_dtypes.bfloat16)
 
 
 class TorchBackend:
@@ -51,14 +64,21 @@ class TorchBackend:
 
     def run(self, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[np.float32]:
         """Compute one case; see `Backend.run`."""
+        return self._timed(run_live, pixel_values, grid_hws)
+
+    def run_native(self, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[Any]:
+        """Compute one case; see `exporter.bench.loading.Runs`."""
+        return self._timed(_run_native, pixel_values, grid_hws)
+
+    def _timed(self, run: Run, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[Any]:
         if self._tower is None:
             raise ValueError("the backend is closed")
         grids = [(int(h), int(w)) for h, w in grid_hws]
         pixels = np.ascontiguousarray(pixel_values, dtype=np.float32)
         if not self._events:
-            return run_live(self._tower, pixels, grids)
+            return run(self._tower, pixels, grids)
         self._latency = None
-        rows = run_live(self._run_between_events, pixels, grids)
+        rows = run(self._run_between_events, pixels, grids)
         self._events[3].record()
         self._events[3].synchronize()
         parts = [percentiles([first.elapsed_time(last)]) for first, last in pairwise(self._events)]

@@ -27,8 +27,8 @@ COMPILE_OPTIONS: dict[int, dict[str, Any]] = {
 }
 # Programs that share a multiprocessor: registers allow two of 128 rows, shared memory three of 64.
 PROGRAMS = {128: 2, 64: 3}
-# How much longer a wave of programs of 128 rows takes than one of 64. By it the better of the two is chosen at 71 of 76
-# sizes from 512 to 32768 tokens (16 heads), and what is lost at the others is at most 9 %.
+# How much longer a wave of programs of 128 rows takes than one of 64. By it the better of the two is chosen at 68 of 76
+# sizes from 512 to 32768 tokens (16 heads), and what is lost at the others is at most 9 % (docs/benchmarks.md).
 WAVE_RATIO = 1.27
 
 

@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 
 from exporter.errors import BadInput, MissingRequirement
+from exporter.trt.arrays import numpy_dtype
 from exporter.validation import backends
 from exporter.validation.backends import OrtBackend, model_dtype
 from tests.exporter.samples import DTYPES, WIDTH, pixels_of, tower, write_sample_onnx
@@ -33,6 +34,9 @@ def test_the_model_computes_what_numpy_computes(tmp_path, monkeypatch, dtype, ex
         with OrtBackend(given, threads=1) as backend:
             assert backend.dtype == dtype
             output = backend.run(pixels, np.array(GRIDS, np.int32))
+            native = backend.run_native(pixels, np.array(GRIDS, np.int32))
+        assert native.dtype == numpy_dtype(dtype)
+        assert np.array_equal(native.astype(np.float32), output)
         expected = tower(pixels, dtype, dtype)
         assert output.dtype == np.float32
         assert output.shape == (14, WIDTH)

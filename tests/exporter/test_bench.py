@@ -508,10 +508,10 @@ def test_a_call_of_an_engine_is_one_call(tmp_path: Path) -> None:
     with EngineHere(fake_gpu.open_fake(tmp_path, fake_gpu.FakeEngine())) as backend:
         assert backend.latency() is None
         # the stand-in computes in float64 and rounds once to fp32
-        np.testing.assert_allclose(backend.run(pixels, grids), fake_gpu.formula(pixels, grids), rtol=1e-6)
+        np.testing.assert_allclose(backend.run_native(pixels, grids), fake_gpu.formula(pixels, grids), rtol=1e-6)
         assert (backend.latency().warmup, backend.latency().repeats) == (0, 1)
         with pytest.raises(CaseSkippedError, match="4096 patches"):
-            backend.run(np.zeros((1, 4096, 588), np.float32), np.array([[64, 64]]))
+            backend.run_native(np.zeros((1, 4096, 588), np.float32), np.array([[64, 64]]))
 
 
 def test_an_engine_that_is_replaced_is_not_measured(tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ class StandIn:
     def describe(self):
         return BackendInfo("tensorrt", "10.0", "a GPU")
 
-    def run(self, pixel_values, grid_hws):
+    def run_native(self, pixel_values, grid_hws):
         if grid_hws.tolist() == [[4, 6]]:
             os.abort()
         if grid_hws.tolist() == [[6, 6]]:
@@ -587,7 +587,7 @@ class Clocked:
     def __init__(self):
         self.now, self.calls = 0.0, 0
 
-    def run(self, _pixels, _grids):
+    def run_native(self, _pixels, _grids):
         self.now += 1.0 if self.calls else 60.0
         self.calls += 1
         return np.full((1, 1), self.calls, np.float32)
@@ -680,6 +680,19 @@ def test_the_live_tower_on_a_gpu_times_its_parts(monkeypatch) -> None:
     found = backend.latency()
     assert (found.warmup, found.repeats) == (0, 1)
     assert (found.host_to_device.p50, found.gpu.p99, found.device_to_host.p90) == (1.0, 12.0, 23.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_live_towers_result_is_of_its_dtype(dtype: str) -> None:
+    """What is timed; the same numbers as the gate sees."""
+    from exporter.trt.arrays import numpy_dtype
+    from exporter.validation.torch_backend import TorchBackend
+
+    pixels = np.random.default_rng(1).random((1, 24, 588), dtype=np.float32)
+    with TorchBackend("random:tiny", dtype, "cpu") as backend:
+        native, widened = (run(pixels, np.array([[4, 6]])) for run in (backend.run_native, backend.run))
+    assert (native.dtype, widened.dtype) == (numpy_dtype(dtype), np.float32)
+    np.testing.assert_array_equal(native.astype(np.float32), widened)
 
 
 def test_the_live_tower_on_a_cpu_has_no_gpu_part() -> None:

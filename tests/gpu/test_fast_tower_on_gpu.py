@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +28,7 @@ from model.tower import build_tower  # noqa: E402
 from tests.model.residual_norms import check_residual_norm  # noqa: E402
 from tests.model.samples import pixels_of, relative_error, weights_of  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 WIDE = ("kimi-k2.5", "kimi-k3", "kimi-vl")
 GRIDS = [
     [(1, 2, 2)],
@@ -190,6 +194,28 @@ def test_callers_with_and_without_inference_mode_share_it():
     assert torch.equal(first, second)
     assert torch.equal(first, third)
     assert fourth.dtype == torch.bfloat16
+
+
+def test_attention_of_the_rest_of_the_process_stays_as_it_was():
+    """Also where the fast form is the first to attend, which is when PyTorch settles its order of preference."""
+    code = """
+import sys, torch
+from torch.nn import functional as F
+from model import load
+if sys.argv[1] == "fast":
+    tower = load("random:tiny-k3", device="cuda")
+    tower(torch.zeros(16, 588), torch.tensor([[1, 4, 4]]))
+x = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+F.scaled_dot_product_attention(x, x, x)
+print(torch._C._get_sdp_priority_order())
+"""
+    orders = [
+        subprocess.run(
+            [sys.executable, "-c", code, how], capture_output=True, text=True, check=True, cwd=ROOT, timeout=300
+        ).stdout.splitlines()[-1]
+        for how in ("fast", "without")
+    ]
+    assert orders[0] == orders[1]
 
 
 def test_gradients_take_the_plain_form():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -216,6 +218,25 @@ def test_mask_row_hides_keys(dtype: torch.dtype):
     check(output, q[:40], k[:40], v[:40], [40], 32)
     seen = attention.attend_equal(q, k, v, 1, 32)[:40]
     assert float((seen - output).abs().max()) > 10
+
+
+def test_pytorch_settles_its_own_order_before_ours(monkeypatch: pytest.MonkeyPatch):
+    """Else leaving ours would put back an order that PyTorch was about to replace, for the whole process."""
+    happened: list[str] = []
+    monkeypatch.setattr(attention, "_measured", lambda _: True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *_: happened.append("attention"))
+
+    def sdpa_kernel(*_: object, set_priority: bool) -> contextlib.AbstractContextManager[None]:
+        happened.append(f"order {set_priority}")
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(attention, "sdpa_kernel", sdpa_kernel)
+    attention._let_pytorch_choose_first.cache_clear()
+    for _ in range(2):
+        with attention.preferred_kernels(torch.device("cpu")):
+            happened.append("call")
+    attention._let_pytorch_choose_first.cache_clear()
+    assert happened == ["attention", "order True", "call", "order True", "call"]
 
 
 def test_no_kernel_is_preferred_and_no_flash_expected_on_a_cpu():

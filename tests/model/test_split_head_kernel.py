@@ -143,6 +143,25 @@ def test_rows_are_chosen_by_waves():
     )
 
 
+def test_what_was_measured_bears_the_choice_out():
+    """The claims of docs/benchmarks.md, from the run that is kept."""
+    from model.cuda.split_head_kernel import rows_for
+    from scripts import bench_split_head
+
+    result = json.loads((ROOT / "benchmarks" / "results" / "split-head-h200.json").read_text(encoding="utf-8"))
+    assert "H200" in result["gpu"]
+    lost, of_cudnn = [], []
+    for row in result["bf16"]:
+        rows = rows_for(row["tokens"], result["heads"], result["multiprocessors"])
+        lost.append(row[f"rows{rows}_us"] / min(row["rows64_us"], row["rows128_us"]))
+        of_cudnn.append(row[f"rows{rows}_us"] / row["cudnn_us"])
+    assert (len(lost), sum(share == 1 for share in lost), sum(share < 1 for share in of_cudnn)) == (76, 68, 72)
+    assert max(lost) < 1.09
+    assert 0.62 < min(of_cudnn) < max(of_cudnn) < 1.09
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert bench_split_head.tables(result) in text
+
+
 # -------------------------------------------------------------------------------------------------------- compilation
 
 

@@ -49,12 +49,12 @@ def test_the_kept_run_says_what_it_ran_on(result):
 
 
 def test_the_kept_run_meets_what_the_project_set_itself(result):
-    """One call at a time, after a rest or without: small ones are faster without, and large ones heat the GPU, which
-    then takes longer for the floor too (see the docs).
-    """
+    """One at a time and in a row; after a rest small calls pay for the host's cold caches too (see the docs)."""
     by_tokens = {row["tokens"]: row for row in result["towers"][0]["rows"] if row["grids"][0][1] == row["grids"][0][2]}
     for tokens, limit in REQUIRED_MS.items():
-        assert by_tokens[tokens]["fast"]["rested_ms"] <= limit or by_tokens[tokens]["fast"]["alone_ms"] <= limit
+        assert by_tokens[tokens]["fast"]["alone_ms"] <= limit
+        assert by_tokens[tokens]["fast"]["in_a_row_ms"] <= limit
+        assert by_tokens[tokens]["fast"]["rested_ms"] <= 1.05 * limit
 
 
 def test_the_kept_run_is_faster_than_what_users_could_take_instead(result):
