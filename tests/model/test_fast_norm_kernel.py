@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +10,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 triton = pytest.importorskip("triton", reason="Triton is not installed: the kernel was NOT run under its interpreter")
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.triton_interpreter import interpreted  # noqa: E402
+
 SHAPES = [(5, 96), (3, 1000), (2, 1152), (1, 7), (3, 1024)]
 DTYPES = ("float32", "float16", "bfloat16")
 
 
 def cases() -> list[dict[str, Any]]:
-    """Run in a process of its own, because TRITON_INTERPRET is read when the kernel is defined."""
+    """Run under the interpreter."""
     return [
         case(shape, getattr(torch, dtype), bias, add)
         for shape in SHAPES
@@ -91,23 +88,7 @@ def refusals() -> list[str]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    code = (
-        "import json; from tests.model import test_fast_norm_kernel as t; "
-        "print(json.dumps({'cases': t.cases(), 'refusals': t.refusals()}))"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return interpreted("tests.model.test_fast_norm_kernel", "cases", "refusals")
 
 
 def test_every_case_is_within_rounding_of_float64(results: dict[str, Any]):

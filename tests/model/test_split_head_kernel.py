@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 triton = pytest.importorskip("triton", reason="Triton is not installed: the kernel was NOT run under its interpreter")
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.triton_interpreter import ROOT, interpreted  # noqa: E402
+
 # heads of the released towers, of two other pairs of parts, and rows that do not fill the last program
 SHAPES = [(64, 2, 72, 80), (192, 2, 72, 80), (320, 1, 40, 48), (128, 3, 88, 96)]
 # Triton's interpreter keeps bf16 as integers and its products take them for such; tests/gpu have bf16
@@ -34,7 +32,7 @@ def draw(tokens: int, heads: int, head_dim: int, padded: int, dtype: Any, std: f
 
 
 def cases() -> list[dict[str, Any]]:
-    """Run in a process of its own, because TRITON_INTERPRET is read when the kernel is defined."""
+    """Run under the interpreter."""
     return [
         case(*shape, dtype, std, rows) for shape in SHAPES for dtype in DTYPES for std in STDS for rows in (64, 128)
     ]
@@ -90,16 +88,7 @@ def refusals() -> list[str]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    code = (
-        "import json; from tests.model import test_split_head_kernel as t; "
-        "print(json.dumps({'cases': t.cases(), 'refusals': t.refusals()}))"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return interpreted("tests.model.test_split_head_kernel", "cases", "refusals")
 
 
 def test_every_case_is_as_near_to_float64_as_its_roundings_allow(results: dict[str, Any]):
