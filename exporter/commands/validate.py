@@ -31,8 +31,13 @@ BACKENDS = ("onnxruntime-cpu", "onnxruntime-cuda", "engine", "torch")
 @click.option("--golden", type=click.Path(path_type=Path), help="Golden set for a bare file, or another one.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="For --backend torch.")
 @click.option("--source", help="For --backend torch: the checkpoint, if it is not where the manifest says.")
-@click.option("--case", "only", multiple=True, help="Run only this case; may be repeated. At best NOT VALIDATED.")
-@click.option("--factor", type=float, default=1.0, help="Multiply every limit. At best NOT VALIDATED.")
+@click.option(
+    "--case",
+    "only",
+    multiple=True,
+    help="Run only this case; may be repeated. At best NOT VALIDATED, and an earlier verdict stays.",
+)
+@click.option("--factor", type=float, default=1.0, help="Multiply every limit. At best NOT VALIDATED, likewise.")
 @click.option("--flavor", help="For a bare .engine file: tensorrt or tensorrt_rtx.  [default: what is installed]")
 @click.option(
     "--max-latency", type=float, metavar="MS", help="Engines: fail (6) if a case's 99th percentile is slower."
@@ -72,11 +77,12 @@ def command(
         def told(name: str, number: int, total: int) -> None:
             tell(f"validate {name}", number - 1, total)
 
+        stays = ""
         if artifact.is_dir() and golden is None and backend != "torch":
-            report = _folder(artifact, backend, only, factor, told)
+            report, stays = _folder(artifact, backend, only, factor, told)
         else:
             report = _other(artifact, backend, golden, device, source, flavor, only, factor, told)
-    _finish(report, output, as_json, max_latency)
+    _finish(report, stays, output, as_json, max_latency)
 
 
 def _check_timed(artifact: Path, backend: str | None) -> None:
@@ -102,7 +108,10 @@ def _check_writable(artifact: Path, output: Path | None) -> None:
         raise Usage(f"{folder} cannot be written, so the report has no place; make it writable, or copy the artifact")
 
 
-def _folder(artifact: Path, backend: str | None, only: tuple[str, ...], factor: float, told: Told) -> Report:
+def _folder(
+    artifact: Path, backend: str | None, only: tuple[str, ...], factor: float, told: Told
+) -> tuple[Report, str]:
+    """Judge an artifact: the report, and what is to be said where an earlier record stays."""
     from exporter.manifest import check_files, read_manifest
     from exporter.validation.judging import judge_folder
 
@@ -111,7 +120,13 @@ def _folder(artifact: Path, backend: str | None, only: tuple[str, ...], factor: 
     if not any(name.startswith("golden/") for name in manifest.files):
         raise BadInput(f"{artifact} has no golden set; record one with kvit-export golden and pass --golden")
     with _folder_backend(artifact, manifest, backend) as runner:
-        return judge_folder(artifact, runner, manifest, limit_scale=factor, only=only or None, progress=told)[1]
+        manifest, report = judge_folder(
+            artifact, runner, manifest, limit_scale=factor, only=only or None, progress=told
+        )
+    kept = manifest.validation
+    if kept is None or kept.judgement is report.judgement:
+        return report, ""
+    return report, f"{artifact} keeps the verdict of {kept.created}: {kept.judgement.verdict.value}"
 
 
 def _folder_backend(artifact: Path, manifest: Manifest, backend: str | None) -> AbstractContextManager[Backend]:
@@ -186,7 +201,7 @@ def _onnx_backend(path: Path, backend: str | None) -> AbstractContextManager[Bac
     return OrtBackend(path, "cuda" if backend == "onnxruntime-cuda" else "cpu")
 
 
-def _finish(report: Report, output: Path | None, as_json: bool, max_latency: float | None) -> None:
+def _finish(report: Report, stays: str, output: Path | None, as_json: bool, max_latency: float | None) -> None:
     from rich.console import Console
 
     from exporter.records import to_text
@@ -198,6 +213,8 @@ def _finish(report: Report, output: Path | None, as_json: bool, max_latency: flo
         click.echo(to_text(report), nl=False)
     else:
         print_report(report, Console(highlight=False))
+        if stays:
+            click.echo(stays)
     error = error_for(report.judgement)
     if error is not None:
         raise error

@@ -261,6 +261,9 @@ class Case:
         return self.frames, self.grid_hws
 
 
+NOT_SELECTED = "not selected"  # note of a case that was left out because the user asked for others
+
+
 @dataclass(frozen=True)
 class CaseEvidence(Case):
     """One golden case and what became of it.

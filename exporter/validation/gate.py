@@ -11,6 +11,7 @@ from typing import Literal
 
 from exporter.validation.evidence import (
     METRICS,
+    NOT_SELECTED,
     CaseEvidence,
     DType,
     Errors,
@@ -314,6 +315,11 @@ def _set_doubts(evidence: Evidence) -> list[str]:
         doubts.append("there is no golden case")
     elif not any(case.status == "compared" for case in evidence.cases):
         doubts.append("no case was compared")
+    left_out = sum(case.note == NOT_SELECTED for case in evidence.cases)
+    if left_out:
+        doubts.append(
+            f"{left_out} of {len(evidence.cases)} cases were not selected; run it without --case for a verdict"
+        )
     if evidence.limit_scale != 1:
         doubts.append(f"the limits were multiplied by {evidence.limit_scale:g}")
     if evidence.backend.is_same_as(evidence.reference):

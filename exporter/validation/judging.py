@@ -10,7 +10,7 @@ from exporter.errors import BadInput
 from exporter.files import sha256_file
 from exporter.manifest import GOLDEN_FOLDER, Manifest, Validation, read_manifest, write_manifest
 from exporter.validation.backends import Backend
-from exporter.validation.gate import judge
+from exporter.validation.gate import Verdict, judge
 from exporter.validation.golden import GoldenSet, open_golden
 from exporter.validation.report import ArtifactInfo, GoldenInfo, Report, make_report, utc_now, write_report
 from exporter.validation.runner import Progress, compare
@@ -27,6 +27,7 @@ def judge_folder(
 ) -> tuple[Manifest, Report]:
     """Judge an artifact in its own folder by its own golden set, and record the outcome there.
 
+    A run of some cases, or with other limits, that finds no fault leaves the record of a whole run alone: it says less.
     The files must have been compared with ``manifest`` before (`check_files`), or have just been written.
 
     Args:
@@ -38,7 +39,7 @@ def judge_folder(
         progress: called before each case.
 
     Returns:
-        The manifest with its validation, and the report; both have been written.
+        The manifest with its validation, and the report; both have been written, unless an earlier record stays.
 
     Raises:
         BadInput: the artifact was replaced while it was being judged; nothing was written.
@@ -59,10 +60,21 @@ def judge_folder(
     validation = Validation(utc_now(), manifest.artifact_sha256, manifest.golden_sha256, comparison.evidence, judgement)
     if read_manifest(folder) != manifest:
         raise BadInput(f"{folder} was changed while it was being validated; run kvit-export validate again")
+    partial = only is not None or limit_scale != 1
+    if partial and judgement.verdict is Verdict.NOT_VALIDATED and _has_verdict(manifest):
+        return manifest, report
     manifest = dataclasses.replace(manifest, validation=validation)
     write_report(folder, report)
     write_manifest(folder, manifest)
     return manifest, report
+
+
+def _has_verdict(manifest: Manifest) -> bool:
+    """Whether a run of these very files ended with PASS or FAILED."""
+    found = manifest.validation
+    if found is None or found.judgement.verdict is Verdict.NOT_VALIDATED:
+        return False
+    return (found.artifact_sha256, found.golden_sha256) == (manifest.artifact_sha256, manifest.golden_sha256)
 
 
 def golden_info(golden: GoldenSet) -> GoldenInfo:

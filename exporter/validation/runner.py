@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from exporter.errors import BadInput, Usage
 from exporter.validation import metrics
 from exporter.validation.backends import Backend, CaseSkippedError, RunCrashedError
-from exporter.validation.evidence import CaseEvidence, DirectionScore, Evidence, Measured, Profile, Sensitivity
+from exporter.validation.evidence import (
+    NOT_SELECTED,
+    CaseEvidence,
+    DirectionScore,
+    Evidence,
+    Measured,
+    Profile,
+    Sensitivity,
+)
 from exporter.validation.golden import GoldenSet
 from exporter.validation.golden_format import GoldenCase
 from exporter.validation.latency import Latency, MeasuresLatency
@@ -182,7 +190,7 @@ def compare(
         for case in group:
             number += 1
             if only is not None and case.name not in only:
-                run.skip(case, "not selected")
+                run.skip(case, NOT_SELECTED)
                 continue
             if progress is not None:
                 progress(case.name, number, total)

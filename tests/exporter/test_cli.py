@@ -104,6 +104,25 @@ def test_onnx_writes_the_whole_contract(artifact: Path, capsys) -> None:
     assert code == 0 and "PASS" in out
 
 
+def test_a_part_of_a_run_takes_no_verdict_away(artifact: Path, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "build"
+    shutil.copytree(artifact, folder)
+    before = (folder / "manifest.json").read_bytes()
+    for part in (["--case", "2x2-photo"], ["--factor", "3"]):
+        code, out, err = run(capsys, "validate", str(folder), *part)
+        assert code == 7 and "keeps the verdict of" in out and out.rstrip().endswith("PASS")
+        assert (folder / "manifest.json").read_bytes() == before
+    code, _, err = run(capsys, "validate", str(folder), "--case", "2x2-photo", "--json")
+    assert code == 7 and "were not selected; run it without --case" in one_fault(err)
+    assert run(capsys, "verify", str(folder))[0] == 0
+    # but a fault that a part shows is recorded, and a part that passes does not take it away either
+    assert run(capsys, "validate", str(folder), "--case", "2x2-photo", "--factor", "1e-9")[0] == 6
+    assert run(capsys, "validate", str(folder), "--case", "2x2-noise")[0] == 7
+    assert run(capsys, "verify", str(folder))[0] == 6
+    assert run(capsys, "validate", str(folder))[0] == 0
+    assert run(capsys, "verify", str(folder))[0] == 0
+
+
 def test_inspect(artifact: Path, capsys) -> None:
     code, out, err = run(capsys, "inspect", str(artifact), "--json")
     found = json.loads(out)
