@@ -259,9 +259,23 @@ class PatchEmbed(nn.Module):
 
     def item_positions(self, grid: tuple[int, int, int]) -> Tensor:
         """Position embedding of one item (t, h, w): [t * h * w, hidden_size] fp32."""
-        t, h, w = grid
-        still = position.get_rope_shape(self.pos_emb.weight, self.config.pos_emb_interpolation_mode, (h, w))
-        return position.add_time(still, t, self.config.pos_emb_time).flatten(0, 1)
+        return item_positions(self.pos_emb.weight, self.config, grid)
+
+
+def item_positions(table: Tensor, config: VisionConfig, grid: tuple[int, int, int]) -> Tensor:
+    """Position embedding of one item from a table.
+
+    Args:
+        table: [rows, columns, hidden_size], any floating dtype.
+        config: of the tower: how tables are resampled, and the frames' part.
+        grid: (t, h, w) of the item.
+
+    Returns:
+        [t * h * w, hidden_size] fp32.
+    """
+    t, h, w = grid
+    still = position.get_rope_shape(table, config.pos_emb_interpolation_mode, (h, w))
+    return position.add_time(still, t, config.pos_emb_time).flatten(0, 1)
 
 
 class PositionTable(nn.Module):

@@ -70,7 +70,6 @@ def describe_torch(device: str) -> BackendInfo:
     )
 
 
-@torch.inference_mode()
 def run_live(tower: LiveTower, pixels: Pixels, grids: Sequence[tuple[int, int]]) -> Pixels:
     """Run the live tower on one call of the graph's interface.
 
@@ -86,6 +85,7 @@ def run_live(tower: LiveTower, pixels: Pixels, grids: Sequence[tuple[int, int]])
     return rows
 
 
+@torch.inference_mode()
 def live_rows(tower: LiveTower, pixels: Pixels, grids: Sequence[tuple[int, int]]) -> Tensor:
     """The same as a tensor of the tower, in its dtype and on its device."""
     frames = pixels.shape[0]

@@ -47,7 +47,8 @@ def _let_pytorch_choose_first(device: torch.device) -> None:
     flash's: the plain tower then takes 177 ms for 16384 tokens on an H200 and not 131.
     """
     x = torch.zeros(1, 1, 1, 8, device=device)
-    F.scaled_dot_product_attention(x, x, x)
+    with sdpa_kernel(_PREFERRED):  # whatever the caller allows, one of them takes fp32
+        F.scaled_dot_product_attention(x, x, x)
 
 
 def _measured(device: torch.device) -> bool:
@@ -81,14 +82,14 @@ def attend_equal(q: Tensor, k: Tensor, v: Tensor, items: int, head_dim: int, mas
 
 
 def splits_heads(device: torch.device, padded_head: int) -> bool:
-    """Whether one item is for :func:`attend_split_heads`, by what was measured: cuDNN suits powers of two better."""
+    """Whether one item is for :func:`attend_split_heads`, by what was measured: heads of 80, on the GPU of one kind."""
     if not _measured(device):
         return False
     try:
         from model.cuda.split_head_kernel import parts
     except ImportError:  # Triton before 3.4 has no descriptors of tensors
         return False
-    return parts(padded_head) is not None
+    return parts(padded_head) == (64, 16)
 
 
 def attend_split_heads(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> Tensor:

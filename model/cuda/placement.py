@@ -17,7 +17,7 @@ from model import position, projector, rope
 from model.config import VisionConfig
 from model.cuda.cache import ByteCache, HasBytes
 from model.cuda.weights import MASKED
-from model.tower import PatchEmbed
+from model.tower import PatchEmbed, item_positions
 
 Grid = tuple[int, int, int]
 # Items of one call, the padding at the end being one of them, that CUDA graphs have room for: flash attention starts
@@ -141,7 +141,8 @@ class _Positions:
 class Placements:
     """Makes placements, and keeps the positions of single items for calls that mix them anew.
 
-    They are of the table and the bias as these were: who changes them makes other placements, as
+    They are of the tensors that the tower had then, like packed weights: also while others stand in their place for a
+    call, as ``torch.func.functional_call`` puts them. Who changes weights for good makes other placements, as
     :class:`model.tower.KimiVision` does.
     """
 
@@ -153,7 +154,9 @@ class Placements:
             embed: has the position table and the bias.
             cache: for positions of single items, which it holds under their grids.
         """
-        self._config, self._embed, self._cache = config, embed, cache
+        self._config, self._cache = config, cache
+        self._table = embed.pos_emb.weight.detach()
+        self._bias = None if embed.proj.bias is None else embed.proj.bias.detach()
 
     def make(self, grids: Sequence[Grid], padded: int, pairs: int) -> Placement:
         """Make the placement of items.
@@ -163,7 +166,7 @@ class Placements:
             padded: tokens of all, padding included.
             pairs: half of a head as attention gets it.
         """
-        config, table = self._config, self._embed.pos_emb.weight
+        config, table = self._config, self._table
         lengths = tuple(t * h * w for t, h, w in grids)
         tokens, device = sum(lengths), table.device
         segments = next((size for size in SEGMENTS if len(grids) < size), len(grids) + 1)
@@ -197,8 +200,8 @@ class Placements:
 
     def _item_positions(self, grid: Grid) -> Tensor:
         """Positions of one item with the bias of the patch embedding: computed in fp32, rounded once."""
-        bias, rows = self._embed.proj.bias, self._embed.item_positions(grid)
-        return (rows if bias is None else rows + bias).to(self._embed.pos_emb.weight.dtype)
+        rows = item_positions(self._table, self._config, grid)
+        return (rows if self._bias is None else rows + self._bias).to(self._table.dtype)
 
     def _positions(self, grid: Grid) -> Tensor:
         """The same, kept, for calls that mix items anew."""

@@ -121,7 +121,7 @@ class FastTower:
         if patches.requires_grad:
             patches = patches.detach()
         with _RUNNING, self._on_device():
-            stream = self._wait_for_others()
+            address, stream = self._wait_for_others()
             try:
                 plan = self._plan(grids)
                 placement = plan.placement
@@ -136,7 +136,7 @@ class FastTower:
                 if stream is not None:
                     self._done = self._done or torch.cuda.Event()  # type: ignore[no-untyped-call]
                     self._done.record(stream)
-                    self._stream = stream
+                    self._stream, self._address = stream, address
 
     def warm_up(self, tokens: Sequence[int]) -> dict[int, float]:
         """Run an image of each size now, so that no later single image of that size has a first-call cost.
@@ -257,14 +257,18 @@ class FastTower:
 
     def _body(self, form: str, placement: Placement, patches: Tensor, fields: Fields, out: Tensor | None) -> Tensor:
         plain_dtypes = torch.autocast(self.device.type, enabled=False)
-        with attention.preferred_kernels(self.device), plain_dtypes:
-            weights = self._weights(len(placement.lengths))
-            return encode(weights, patches, fields, self._attend(form, placement, fields), out)
+        weights, attend = self._weights(len(placement.lengths)), self._attend(form, placement, fields)
+        library = contextlib.nullcontext() if self._splits_heads(form) else attention.preferred_kernels(self.device)
+        with library, plain_dtypes:
+            return encode(weights, patches, fields, attend, out)
+
+    def _splits_heads(self, form: str) -> bool:
+        return form == "whole" and self.packed.sums and attention.splits_heads(self.device, self.packed.padded)
 
     def _attend(self, form: str, placement: Placement, fields: Fields) -> Attend:
         """Attention of a form; a graph that is recorded with it serves other placements of its key too."""
         dim, padded = self.packed.head_dim, placement.sizes.padded
-        if form == "whole" and self.packed.sums and attention.splits_heads(self.device, self.packed.padded):
+        if self._splits_heads(form):
             return partial(attention.attend_split_heads, head_dim=dim)
         if form != "unequal":
             items = len(placement.lengths) if form == "equal" else 1
@@ -288,22 +292,25 @@ class FastTower:
             return contextlib.nullcontext()
         return torch.cuda.device(self.device)
 
-    def _wait_for_others(self) -> torch.cuda.Stream | None:
-        """Let a call on another stream wait for the one before: they share inputs, outputs and what is kept."""
+    def _wait_for_others(self) -> tuple[int, torch.cuda.Stream | None]:
+        """Let a call on another stream wait for the one before: they share inputs, outputs and what is kept.
+
+        Returns:
+            The current stream's address, and itself; 0 and None on a CPU.
+        """
         if self.device.type != "cuda":
-            return None
+            return 0, None
         if torch.cuda.is_current_stream_capturing():
             # it would hold addresses of positions that are not kept for ever, and of inputs that other calls overwrite
             raise RuntimeError("the fast form cannot be recorded in a CUDA graph; it records its own for small inputs")
         address = _stream_address(self.device.index)
         if self._stream is not None and address == self._address:
-            return self._stream
+            return address, self._stream
         stream = torch.cuda.current_stream()
-        self._address = address
-        self._streams += 1
         if self._done is not None:
             stream.wait_event(self._done)
-        return stream
+        self._streams += 1
+        return address, stream
 
 
 def _stream_address(device: int) -> int:

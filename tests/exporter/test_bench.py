@@ -682,6 +682,25 @@ def test_the_live_tower_on_a_gpu_times_its_parts(monkeypatch) -> None:
     assert (found.host_to_device.p50, found.gpu.p99, found.device_to_host.p90) == (1.0, 12.0, 23.0)
 
 
+def test_the_live_tower_is_run_as_callers_run_it(monkeypatch) -> None:
+    """In inference mode, whether the gate or a clock waits: without it a fast form looks at every weight first."""
+    import torch
+
+    from exporter.validation import torch_backend
+
+    seen: list[tuple[bool, bool]] = []
+
+    def tower(patches, _thws):
+        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        return [patches[:1, :8]]
+
+    monkeypatch.setattr(torch_backend, "live_tower", lambda *_, **__: tower)
+    with torch_backend.TorchBackend("random:tiny", "float32", "cpu") as backend:
+        for call in (backend.run, backend.run_native):
+            call(np.zeros((1, 4, 588), np.float32), np.array([[2, 2]]))
+    assert seen == [(True, False)] * 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_live_towers_result_is_of_its_dtype(dtype: str) -> None:
     """What is timed; the same numbers as the gate sees."""

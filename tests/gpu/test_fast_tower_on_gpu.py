@@ -218,6 +218,24 @@ print(torch._C._get_sdp_priority_order())
     assert orders[0] == orders[1]
 
 
+@pytest.mark.parametrize("name", ["tiny-k3", "kimi-k2.5"])
+def test_callers_may_allow_what_they_like(name):
+    """The first call of a process under a caller's own choice of kernels, none of which takes fp32."""
+    code = f"""
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from model.tower import build_tower
+from tests.model.samples import weights_of
+tower = build_tower(weights_of("{name}"), dtype=torch.bfloat16, device="cuda").accelerate()
+with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    print(bool(tower(torch.ones(16, 588), torch.tensor([[1, 4, 4]]))[0].isfinite().all()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=300
+    )
+    assert done.stdout.splitlines()[-1] == "True"
+
+
 def test_gradients_take_the_plain_form():
     tower = build_tower(weights_of("kimi-k2.5"), dtype=torch.bfloat16, device="cuda").accelerate()
     pixels = pixels_of([(1, 4, 6)]).to("cuda", torch.bfloat16).requires_grad_()

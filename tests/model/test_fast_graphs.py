@@ -250,6 +250,38 @@ def test_after_an_error_other_streams_wait_too(cuda: Cuda, monkeypatch: pytest.M
     assert isinstance(event, Event) and event.recorded[-2:] == [failing, after]
 
 
+def test_a_call_that_fails_before_it_starts_leaves_the_streams_as_they_were(cuda: Cuda):
+    tower, fast = on_gpu("tiny")
+    rows_of(tower, fast, [(1, 8, 8)])
+
+    class Interrupted(Stream):
+        def wait_event(self, event: Event) -> None:
+            if not self.waited:
+                self.waited.append("interrupted")
+                raise KeyboardInterrupt
+            super().wait_event(event)
+
+    cuda.current = second = Interrupted("second")
+    with pytest.raises(KeyboardInterrupt):
+        rows_of(tower, fast, [(1, 8, 8)])
+    rows_of(tower, fast, [(1, 8, 8)])
+    _, event = second.waited
+    assert isinstance(event, Event) and event.recorded[-1] is second
+
+
+@pytest.mark.parametrize("graph_tokens", [4096, 0])
+def test_pixels_that_want_a_gradient_get_none(cuda: Cuda, graph_tokens: int):
+    """A caller of the fast form itself; nothing that is kept may be tied to a call's pixels."""
+    _, fast = on_gpu("tiny", graph_tokens=graph_tokens)
+    grids: list[Grid] = [(1, 4, 6)]
+    pixels = pixels_of(grids).flatten(1).to(BF16)
+    want = fast(pixels, grids)
+    got = fast(pixels.clone().requires_grad_(), grids)
+    assert torch.equal(got, want)
+    assert not got.requires_grad
+    assert not fast(pixels, grids).requires_grad
+
+
 def test_a_recording_that_fails_leaves_no_graph(cuda: Cuda, monkeypatch: pytest.MonkeyPatch):
     tower, fast = on_gpu("tiny")
     with monkeypatch.context() as patch:

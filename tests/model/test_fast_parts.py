@@ -226,8 +226,8 @@ def test_pytorch_settles_its_own_order_before_ours(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(attention, "_measured", lambda _: True)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *_: happened.append("attention"))
 
-    def sdpa_kernel(*_: object, set_priority: bool) -> contextlib.AbstractContextManager[None]:
-        happened.append(f"order {set_priority}")
+    def sdpa_kernel(*_: object, set_priority: bool = False) -> contextlib.AbstractContextManager[None]:
+        happened.append("our order" if set_priority else "all kernels")
         return contextlib.nullcontext()
 
     monkeypatch.setattr(attention, "sdpa_kernel", sdpa_kernel)
@@ -236,7 +236,20 @@ def test_pytorch_settles_its_own_order_before_ours(monkeypatch: pytest.MonkeyPat
         with attention.preferred_kernels(torch.device("cpu")):
             happened.append("call")
     attention._let_pytorch_choose_first.cache_clear()
-    assert happened == ["attention", "order True", "call", "order True", "call"]
+    assert happened == ["all kernels", "attention", "our order", "call", "our order", "call"]
+
+
+def test_heads_are_split_only_where_that_was_measured(monkeypatch: pytest.MonkeyPatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(attention, "_capability", lambda _: (9, 0))
+    assert [width for width in range(16, 289, 16) if attention.splits_heads(gpu, width)] == [80]
+    assert not attention.splits_heads(torch.device("cpu"), 80)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not attention.splits_heads(gpu, 80)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        monkeypatch.setattr(attention, "_capability", lambda _, found=capability: found)
+        assert not attention.splits_heads(gpu, 80)
 
 
 def test_no_kernel_is_preferred_and_no_flash_expected_on_a_cpu():

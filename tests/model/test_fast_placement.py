@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from model.config import VisionConfig
+from model.cuda import placement
 from model.cuda.cache import ByteCache
 from model.cuda.placement import SEGMENTS, FieldSizes, Placement, Placements, padded_tokens
 from model.cuda.tower import FastTower
 from model.cuda.weights import MASKED
-from tests.model.samples import Grid, reference_of, relative_error, run, token_count, tower_of
+from tests.model.samples import Grid, pixels_of, reference_of, relative_error, run, token_count, tower_of
 
 GRIDS: list[list[Grid]] = [
     [(1, 2, 2)],
@@ -275,6 +277,24 @@ def test_other_positions_are_noticed(change: object):
     assert relative_error(after, before) > 0.1
 
 
+@pytest.mark.parametrize("grids", [[(1, 4, 6)], [(1, 4, 6), (1, 2, 2)]])
+def test_positions_of_a_call_that_failed_with_other_weights_are_not_kept(grids: list[Grid]):
+    """What was in the weights' place during that call is gone afterwards, and nothing tells of it."""
+    tower = copy.deepcopy(tower_of("tiny", torch.bfloat16)).accelerate()
+    run(tower, [(1, 2, 4)])  # packs the weights
+    want = run(copy.deepcopy(tower).accelerate(), grids)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = tower.mm_projector.register_forward_pre_hook(fail)
+    other = {"vision_tower.patch_embed.pos_emb.weight": -tower.vision_tower.patch_embed.pos_emb.weight}
+    with pytest.raises(KeyboardInterrupt):
+        torch.func.functional_call(tower, other, (pixels_of(grids), torch.tensor(grids)))
+    hook.remove()
+    assert all(torch.equal(got, rows) for got, rows in zip(run(tower, grids), want, strict=True))
+
+
 def test_kept_bytes_are_bounded_and_results_do_not_depend_on_them():
     bounded, nothing = fast_of("tiny", max_bytes=60_000), fast_of("tiny", max_bytes=0)
     calls: list[list[Grid]] = [[(1, h, w), (2, 2, 2)] for h in (2, 4, 6) for w in (2, 8, 14)]
@@ -289,17 +309,16 @@ def test_kept_bytes_are_bounded_and_results_do_not_depend_on_them():
     assert (len(nothing.cache), nothing.cache.hits) == (0, 0)
 
 
-def test_positions_of_an_item_are_shared_by_calls_that_mix_it():
+def test_positions_of_an_item_are_shared_by_calls_that_mix_it(monkeypatch: pytest.MonkeyPatch):
     placements = placements_of("tiny")
     made: list[Grid] = []
-    embed = placements._embed
-    right = embed.item_positions
+    right = placement.item_positions
 
-    def item_positions(grid: Grid) -> Tensor:
+    def item_positions(table: Tensor, config: VisionConfig, grid: Grid) -> Tensor:
         made.append(grid)
-        return right(grid)
+        return right(table, config, grid)
 
-    embed.item_positions = item_positions  # type: ignore[method-assign]
+    monkeypatch.setattr(placement, "item_positions", item_positions)
     a, b, c = (1, 4, 6), (2, 4, 6), (1, 6, 4)
     first: Placement = placements.make([a, b], 72, 12)
     second = placements.make([b, c, a, a], 144, 12)

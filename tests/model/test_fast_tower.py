@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 import torch
 from torch import Tensor
 
+from model.cuda import attention
 from model.cuda.placement import Placement
 from model.cuda.tower import FastTower
 from model.tower import KimiVision, build_tower
@@ -142,6 +144,50 @@ def test_error_of_released_widths(name: str):
     form = fast.fast_tower()
     assert form is not None
     assert form.packed.padded == (128 if name == "kimi-k3" else 80)
+
+
+@pytest.mark.parametrize(
+    ("name", "grids", "split"),
+    [
+        ("kimi-k2.5", [(1, 4, 6)], True),
+        ("kimi-k2.5", [(2, 4, 6)], True),
+        ("kimi-vl", [(1, 8, 8)], True),
+        ("kimi-k2.5", [(1, 4, 6)] * 2, False),
+        ("kimi-k2.5", [(1, 4, 6), (1, 2, 2)], False),
+        ("kimi-k3", [(1, 4, 6)], False),
+        ("kimi-k3", [(1, 8, 8)], False),
+    ],
+)
+def test_which_calls_split_heads(name: str, grids: list[Grid], split: bool, monkeypatch: pytest.MonkeyPatch):
+    """As where the kernel for it runs; a formula stands in, which like it takes the sum of the softmax from v."""
+    calls = 0
+
+    def attend_split_heads(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> Tensor:
+        nonlocal calls
+        calls += 1
+        logits = torch.einsum("qhd,khd->hqk", q.float(), k.float()) / head_dim**0.5
+        weights = (logits - logits.amax(-1, keepdim=True)).exp()
+        rows = torch.einsum("hqk,khd->qhd", weights, v.float())
+        return (rows / rows[..., -1:]).to(q.dtype).flatten(1)
+
+    monkeypatch.setattr(attention, "_measured", lambda _: True)
+    monkeypatch.setattr(attention, "attend_split_heads", attend_split_heads)
+    pixels = pixels_of(grids).to(torch.bfloat16)
+    plain = build_tower(weights_of(name), dtype=torch.bfloat16)
+    want = run(build_tower(weights_of(name)), grids, pixels.float())
+    error = relative_error(run(copy.deepcopy(plain).accelerate(), grids, pixels), want)
+    assert 0 < error <= OVER_PLAIN * relative_error(run(plain, grids, pixels), want)
+    assert calls == (plain.config.num_hidden_layers if split else 0)
+
+
+def test_heads_without_spare_elements_are_not_split(monkeypatch: pytest.MonkeyPatch):
+    """A tower whose heads have 80 elements of its own has no 1 in v."""
+    monkeypatch.setattr(attention, "_measured", lambda _: True)
+    fast = build_tower(weights_of("kimi-k2.5"), dtype=torch.bfloat16).accelerate().fast_tower()
+    assert fast is not None
+    assert fast._splits_heads("whole")
+    fast.packed = replace(fast.packed, head_dim=80)
+    assert not fast._splits_heads("whole")
 
 
 def padding_forms(monkeypatch: pytest.MonkeyPatch) -> None:
