@@ -9,6 +9,8 @@ from model.errors import InputError
 from model.tower import KimiVision, build_tower
 from model.weights import VisionWeights
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def load(source: str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> KimiVision:
     """Build the live tower of a source.
@@ -27,7 +29,10 @@ def load(source: str, *, device: torch.device | str = "cpu", dtype: torch.dtype 
 
     Raises:
         InputError: the source cannot be used, or PyTorch sees no GPU where one is asked for.
+        TypeError: ``dtype`` is none that a tower computes in.
     """
+    if dtype is not None and dtype not in _DTYPES:
+        raise TypeError(f"dtype is {dtype!r}; expected torch.bfloat16, torch.float16, torch.float32 or torch.float64")
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device {place}: PyTorch {torch.__version__} sees no GPU here; use device='cpu'")

@@ -13,6 +13,7 @@ from typing import Any
 from exporter.files import write_text
 
 EXIT_NO_GPU = 8
+EXIT_BAD_INPUT = 3
 
 
 def unavailable(script: str) -> str | None:
@@ -35,6 +36,13 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
+def _show(arguments: argparse.Namespace, report: ModuleType) -> None:
+    if arguments.plot:
+        report.draw(json.loads(arguments.plot.read_text(encoding="utf-8")), arguments.picture)
+    if arguments.tables:
+        print(report.tables(json.loads(arguments.tables.read_text(encoding="utf-8"))))
+
+
 def run(
     script: str,
     arguments: argparse.Namespace,
@@ -53,10 +61,15 @@ def run(
         The exit code.
     """
     if arguments.plot or arguments.tables:
-        if arguments.plot:
-            report().draw(json.loads(arguments.plot.read_text(encoding="utf-8")), arguments.picture)
-        if arguments.tables:
-            print(report().tables(json.loads(arguments.tables.read_text(encoding="utf-8"))))
+        try:
+            _show(arguments, report())
+        except OSError as error:
+            print(f"{script}: cannot read {error.filename}: {error.strerror}", file=sys.stderr)
+            return EXIT_BAD_INPUT
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            shown = arguments.plot or arguments.tables
+            print(f"{script}: {shown} is no result of this script ({type(error).__name__}: {error})", file=sys.stderr)
+            return EXIT_BAD_INPUT
         return 0
     if reason := unavailable(script):
         print(reason, file=sys.stderr)

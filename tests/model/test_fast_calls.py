@@ -580,3 +580,9 @@ def test_many_small_items_are_not_laid_out_at_once():
 def test_a_gpu_that_is_not_there_is_named():
     with pytest.raises(InputError, match="sees no GPU here"):
         model.load("random:tiny", device="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.complex64])
+def test_a_dtype_that_no_tower_computes_in_is_refused(dtype: object):
+    with pytest.raises(TypeError, match=r"expected torch\.bfloat16"):
+        model.load("random:tiny", dtype=dtype)  # type: ignore[arg-type]

@@ -39,6 +39,21 @@ def test_without_a_gpu_it_exits_8_and_says_why_in_one_line(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("script", "content"),
+    [("bench_tower", None), ("bench_tower", "[]"), ("bench_split_head", '{"bf16": 3}'), ("bench_rope", "no JSON")],
+)
+def test_a_result_that_is_none_is_told_in_one_line(script, content, tmp_path):
+    path = tmp_path / "result.json"
+    if content is not None:
+        path.write_text(content)
+    command = [sys.executable, f"scripts/{script}.py", "--tables", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert str(path) in done.stderr
+
+
 def test_the_kept_run_says_what_it_ran_on(result):
     assert "H200" in result["gpu"]
     assert result["date"][:4] == "2026"
