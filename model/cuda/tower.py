@@ -116,8 +116,8 @@ class FastTower:
         Raises:
             RuntimeError: the caller records a CUDA graph.
         """
-        # until the first launch the GPU has nothing to do, and after a rest a line of Python takes three times as long as
-        # in a loop: hence few lines, no stream objects and no context for gradients
+        # until the first launch the GPU has nothing to do, and after a rest a line of Python takes three times as long
+        # as in a loop: hence few lines, no stream objects and no context for gradients
         if patches.requires_grad:
             patches = patches.detach()
         with _RUNNING, self._on_device():
