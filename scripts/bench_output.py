@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
 import sys
 from collections.abc import Callable
@@ -34,6 +35,29 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a file that is whole or not there, and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def surroundings(script: str) -> dict[str, Any]:
+    """When, by which command, on which GPU and with which versions a script measures, where `unavailable` says nothing.
+
+    Args:
+        script: its name.
+    """
+    import torch
+    import triton
+
+    return {
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        "command": f"python scripts/{script}.py " + " ".join(Path(word).name for word in sys.argv[1:]),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+            "triton": triton.__version__,
+        },
+    }
 
 
 def _show(arguments: argparse.Namespace, report: ModuleType) -> None:

@@ -9,7 +9,6 @@ shows it.
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench_output import run
+from scripts.bench_output import run, surroundings
 
 HEADS, HEAD_DIM, PADDED = 16, 72, 80
 LARGE = (20480, 24576, 32768)
@@ -28,21 +27,13 @@ SHOWN = (512, 1024, 1280, 1536, 2048, 3072, 4096, 6656, 8192, 16384, 32768)
 def measure(_: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of one attention within a CUDA graph, inputs in the L2 cache."""
     import torch
-    import triton
 
     from model.cuda.placement import padded_tokens
 
     sizes = sorted({padded_tokens(n) for n in range(512, 16385, 64)} | set(LARGE))
     return {
-        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-        "command": "python scripts/bench_split_head.py " + " ".join(Path(word).name for word in sys.argv[1:]),
-        "gpu": torch.cuda.get_device_name(),
+        **surroundings("bench_split_head"),
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
-        "versions": {
-            "torch": torch.__version__,
-            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-            "triton": triton.__version__,
-        },
         "heads": HEADS,
         "head_dim": HEAD_DIM,
         "padded_head": PADDED,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime as dt
 import importlib
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench_output import run
+from scripts.bench_output import run, surroundings
 
 if TYPE_CHECKING:
     from model.tower import KimiVision
@@ -203,23 +202,8 @@ def measure_attention() -> list[dict[str, Any]]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything."""
-    import torch
-    import triton
-
-    result: dict[str, Any] = {
-        "schema": SCHEMA,
-        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-        "command": "python scripts/bench_tower.py " + " ".join(Path(word).name for word in sys.argv[1:]),
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {
-            "python": sys.version.split()[0],
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-            "triton": triton.__version__,
-        },
-        "required_ms": {str(tokens): value for tokens, value in REQUIRED_MS.items()},
-    }
+    result: dict[str, Any] = {"schema": SCHEMA, **surroundings("bench_tower")}
+    result["required_ms"] = {str(tokens): value for tokens, value in REQUIRED_MS.items()}
     result["towers"] = [measure_source(source, arguments) for source in arguments.source]
     result["attention"] = measure_attention()
     return result

@@ -34,13 +34,14 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from exporter.files import write_text
+from exporter.tools import tool_versions
+from model.config import PATCH_VALUES
 from scripts.engine_runs.results import COMMAND, Record, call, now, read_json
 
 DEFAULT_OUTPUT = Path("benchmarks/results/engines-rtx-cpu.json")
@@ -53,7 +54,6 @@ ROPES = ("plugin", "standard", "plain")
 ATTENTIONS = ("plain", "op")
 PROFILES = {"one": ((4, 16, 64),), "two": ((4, 16, 64), (64, 256, 1024))}  # patches of one frame: min, opt, max
 FRAMES, ITEMS = 4, 3  # most of both; a single graph takes one item
-PATCH_VALUES = 588  # 3 x 14 x 14
 
 
 class Refusal(NamedTuple):
@@ -388,20 +388,15 @@ def one_line_each(document: Record) -> str:
 
 def surroundings() -> Record:
     """What the numbers depend on."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            if name == "tensorrt-rtx":
-                sys.exit("tensorrt-rtx is not installed, so there is nothing to try; pip install 'kvit-export[cpu]'")
-            versions[name] = ""
+    installed = tool_versions(PACKAGES)
+    if "tensorrt-rtx" not in installed:
+        sys.exit("tensorrt-rtx is not installed, so there is nothing to try; pip install 'kvit-export[cpu]'")
     return {
         "date": now(),
         "command": "python scripts/" + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
         "load_before": os.getloadavg()[0],
-        "versions": versions,
+        "versions": {name: installed.get(name, "") for name in PACKAGES},
     }
 
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,42 +17,13 @@ from exporter.errors import BadInput, MissingRequirement
 from exporter.manifest import read_manifest
 from exporter.trt.flavor import choose
 from exporter.trt.runtime import Engine, check_place
-from exporter.validation.backends import INPUTS, CaseSkippedError, OrtBackend
+from exporter.validation.backends import INPUTS, CaseSkippedError, NativeBackend, OrtBackend
 from exporter.validation.evidence import BackendInfo, DType
 from exporter.validation.external_data import read_model
 from exporter.validation.gpu import cuda_capability
 from exporter.validation.latency import Latency
 from model.config import VisionConfig
 from model.errors import InputError
-
-
-class Runs(Protocol):
-    """What is timed: a `Backend` that gives its output as it is, since NumPy takes 20 ms to widen 7 million of fp16."""
-
-    def run_native(self, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[Any]:
-        """Compute one case; arguments as of `exporter.validation.backends.Backend.run`.
-
-        Returns:
-            [patches/4, text_hidden_size] in the model's dtype, in host memory.
-        """
-
-
-class Opened(Runs, Protocol):
-    """The same with what is reported of it; see `exporter.validation.backends.Backend`."""
-
-    name: str
-    dtype: DType
-
-    def describe(self) -> BackendInfo:
-        """Say what really runs."""
-
-    def __enter__(self) -> Opened:
-        """Enter a context that lets go of the backend at its end."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Let go of it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +41,7 @@ class OpenBackend:
         seconds: that loading took.
     """
 
-    backend: Opened
+    backend: NativeBackend
     takes: DType
     threads: int | None
     tf32: bool | None
@@ -188,7 +159,7 @@ class EngineHere:
         return self._latency
 
     def run_native(self, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[Any]:
-        """Compute one case; see `exporter.bench.loading.Runs`.
+        """Compute one case; see `exporter.validation.backends.NativeBackend`.
 
         Args:
             pixel_values: in the engine's dtype.

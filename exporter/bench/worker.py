@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exporter.bench.cases import grids_of, pixels_of
-from exporter.bench.loading import OpenBackend, Runs, open_target
+from exporter.bench.loading import OpenBackend, open_target
 from exporter.bench.report import BenchCase
 from exporter.bench.targets import Target
 from exporter.errors import KvitError, one_line
 from exporter.trt.arrays import numpy_dtype
-from exporter.validation.backends import CaseSkippedError
+from exporter.validation.backends import CaseSkippedError, NativeBackend
 from exporter.validation.evidence import BackendInfo, DType
 from exporter.validation.latency import Latency, MeasuresLatency
 from model.errors import InputError
@@ -188,7 +188,7 @@ def _refusal(opened: OpenBackend, case: BenchCase) -> str:
 
 
 def time_case(
-    backend: Runs,
+    backend: NativeBackend,
     pixels: NDArray[Any],
     grids: NDArray[Any],
     *,

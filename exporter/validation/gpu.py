@@ -11,9 +11,8 @@ def cuda_driver_version() -> int | None:
     Returns:
         1000 times the major version plus 10 times the minor, such as 12080; None where there is no driver.
     """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    driver = _driver()
+    if driver is None:
         return None
     number = ctypes.c_int()
     return number.value if driver.cuDriverGetVersion(ctypes.byref(number)) == 0 else None
@@ -56,11 +55,14 @@ def cuda_name(device: int = 0) -> str | None:
 
 def _device(ordinal: int) -> tuple[ctypes.CDLL, ctypes.c_int] | None:
     """Driver and handle of a GPU."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    handle = ctypes.c_int()
-    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), ordinal) != 0:
+    driver, handle = _driver(), ctypes.c_int()
+    if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), ordinal) != 0:
         return None
     return driver, handle
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None

@@ -57,12 +57,12 @@ def judge_folder(
     judgement = judge(comparison.evidence)
     artifact = ArtifactInfo(manifest.artifact, manifest.kind, manifest.artifact_sha256, "manifest")
     report = make_report(comparison, judgement, artifact, golden_info(golden))
-    validation = Validation(utc_now(), manifest.artifact_sha256, manifest.golden_sha256, comparison.evidence, judgement)
     if read_manifest(folder) != manifest:
         raise BadInput(f"{folder} was changed while it was being validated; run kvit-export validate again")
     partial = only is not None or limit_scale != 1
     if partial and judgement.verdict is Verdict.NOT_VALIDATED and _has_verdict(manifest):
         return manifest, report
+    validation = Validation(utc_now(), manifest.artifact_sha256, manifest.golden_sha256, comparison.evidence, judgement)
     manifest = dataclasses.replace(manifest, validation=validation)
     write_report(folder, report)
     write_manifest(folder, manifest)

@@ -67,7 +67,7 @@ class TorchBackend:
         return self._timed(run_live, pixel_values, grid_hws)
 
     def run_native(self, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[Any]:
-        """Compute one case; see `exporter.bench.loading.Runs`."""
+        """Compute one case; see `NativeBackend.run_native`."""
         return self._timed(_run_native, pixel_values, grid_hws)
 
     def _timed(self, run: Run, pixel_values: NDArray[Any], grid_hws: NDArray[np.int64]) -> NDArray[Any]:

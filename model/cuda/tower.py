@@ -256,20 +256,22 @@ class FastTower:
         return "equal" if len(set(placement.lengths)) == 1 and not padding else "unequal"
 
     def _body(self, form: str, placement: Placement, patches: Tensor, fields: Fields, out: Tensor | None) -> Tensor:
-        plain_dtypes = torch.autocast(self.device.type, enabled=False)
-        weights, attend = self._weights(len(placement.lengths)), self._attend(form, placement, fields)
-        library = contextlib.nullcontext() if self._splits_heads(form) else attention.preferred_kernels(self.device)
-        with library, plain_dtypes:
-            return encode(weights, patches, fields, attend, out)
+        attend: Attend
+        library: contextlib.AbstractContextManager[None]
+        if self._splits_heads(form):
+            attend = partial(attention.attend_split_heads, head_dim=self.packed.head_dim)
+            library = contextlib.nullcontext()
+        else:
+            attend, library = self._attend(form, placement, fields), attention.preferred_kernels(self.device)
+        with library, torch.autocast(self.device.type, enabled=False):
+            return encode(self._weights(len(placement.lengths)), patches, fields, attend, out)
 
     def _splits_heads(self, form: str) -> bool:
         return form == "whole" and self.packed.sums and attention.splits_heads(self.device, self.packed.padded)
 
     def _attend(self, form: str, placement: Placement, fields: Fields) -> Attend:
-        """Attention of a form; a graph that is recorded with it serves other placements of its key too."""
+        """PyTorch's attention of a form; a graph that is recorded with it serves other placements of its key too."""
         dim, padded = self.packed.head_dim, placement.sizes.padded
-        if self._splits_heads(form):
-            return partial(attention.attend_split_heads, head_dim=dim)
         if form != "unequal":
             items = len(placement.lengths) if form == "equal" else 1
             mask = fields.mask if form == "masked" else None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -22,6 +23,7 @@ from model.tower import KimiVision, build_tower
 from tests.model.reference import Reference
 
 Grid = tuple[int, int, int]
+Noted = TypeVar("Noted")
 
 # Every family with few and small layers. Kimi-VL has no tiny preset: it is K2.5's without the time axis.
 TINY = ("tiny-vl", "tiny", "tiny-k3")
@@ -104,6 +106,21 @@ def relative_error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Relative L2 over all items."""
     difference = torch.cat([a.double() - b.double() for a, b in zip(ours, theirs, strict=True)])
     return float(difference.norm() / torch.cat([b.double() for b in theirs]).norm())
+
+
+def note_fast_calls(monkeypatch: pytest.MonkeyPatch, note: Callable[[list[Grid]], Noted]) -> list[Noted]:
+    """Keep what ``note`` makes of the grids of every call that a fast form answers."""
+    from model.cuda.tower import FastTower
+
+    seen: list[Noted] = []
+    right = FastTower.__call__
+
+    def call(fast: FastTower, patches: Tensor, grids: list[Grid]) -> Tensor:
+        seen.append(note(grids))
+        return right(fast, patches, grids)
+
+    monkeypatch.setattr(FastTower, "__call__", call)
+    return seen
 
 
 @lru_cache(maxsize=3)

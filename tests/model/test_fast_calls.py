@@ -19,11 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import model
 from exporter.validation.wrong_models import WRONG_MODELS
-from model.cuda.tower import FastTower
 from model.errors import ImageError, InputError
 from model.platform import say_once
 from model.tower import MLP, KimiVision, build_tower
-from tests.model.samples import Grid, Watch, pixels_of, relative_error, run, tower_of, weights_of
+from tests.model.samples import Grid, Watch, note_fast_calls, pixels_of, relative_error, run, tower_of, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GRIDS: list[Grid] = [(1, 4, 6), (1, 6, 2)]
@@ -38,15 +37,7 @@ def fast_tower(dtype: torch.dtype = torch.bfloat16, name: str = "tiny") -> KimiV
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every call that the fast form answers."""
-    seen: list[int] = []
-    right = FastTower.__call__
-
-    def call(fast: FastTower, patches: Tensor, grids: list[Grid]) -> Tensor:
-        seen.append(len(grids))
-        return right(fast, patches, grids)
-
-    monkeypatch.setattr(FastTower, "__call__", call)
-    return seen
+    return note_fast_calls(monkeypatch, len)
 
 
 # --------------------------------------------------------------------------------------------- which form answers

@@ -19,6 +19,7 @@ from tests.model.oracle import Oracle
 from tests.model.samples import (
     WIDE,
     Grid,
+    note_fast_calls,
     pixels_of,
     reference_of,
     relative_error,
@@ -83,15 +84,7 @@ def exact_rows(name: str, grids: list[Grid], pixels: Tensor) -> list[Tensor]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[Grid]]:
     """The grids of every call that the fast form answers: a tower that is plain throughout would pass the rest."""
-    seen: list[list[Grid]] = []
-    right = FastTower.__call__
-
-    def call(fast: FastTower, patches: Tensor, grids: list[Grid]) -> Tensor:
-        seen.append(list(grids))
-        return right(fast, patches, grids)
-
-    monkeypatch.setattr(FastTower, "__call__", call)
-    return seen
+    return note_fast_calls(monkeypatch, list)
 
 
 def errors_over_draws(name: str, dtype: torch.dtype, grids: list[Grid], exact: object) -> tuple[float, float]:

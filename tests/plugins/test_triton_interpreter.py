@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("triton", reason="Triton is not installed: the kernel was NOT run under its interpreter")
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.triton_interpreter import interpreted
 
 # Half an ulp for rounding to the output's type; fp32 computes two products and a sum, so up to 1.5 ulp of its own.
 # The interpreter truncates where a GPU rounds fp32 to bf16: a whole ulp there, plus what fp32 arithmetic adds to it.
@@ -22,11 +16,7 @@ ALLOWED_ULP = {"float32": 1.5, "float16": 0.501, "bfloat16": 1.001}
 
 @pytest.fixture(scope="module")
 def results():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("triton_interpreter_cases.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return interpreted("tests.plugins.triton_interpreter_cases", "cases")["cases"]
 
 
 @pytest.mark.slow
