@@ -255,11 +255,8 @@ class PatchEmbed(nn.Module):
 
     def positions(self, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         """Position embedding of every token of items (t, h, w): [tokens, hidden_size], computed in fp32, cast once."""
-        return torch.cat([self.item_positions(grid).to(self.pos_emb.weight.dtype) for grid in grids])
-
-    def item_positions(self, grid: tuple[int, int, int]) -> Tensor:
-        """Position embedding of one item (t, h, w): [t * h * w, hidden_size] fp32."""
-        return item_positions(self.pos_emb.weight, self.config, grid)
+        table = self.pos_emb.weight
+        return torch.cat([item_positions(table, self.config, grid).to(table.dtype) for grid in grids])
 
 
 def item_positions(table: Tensor, config: VisionConfig, grid: tuple[int, int, int]) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +31,15 @@ def interpreted(module: str, *functions: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def refusals_of(function: Callable[..., object], calls: Iterable[tuple[Any, ...]]) -> list[str]:
+    """What a function says of each call with its ValueError; ``nothing`` where it takes the call."""
+    said = []
+    for arguments in calls:
+        try:
+            function(*arguments)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said

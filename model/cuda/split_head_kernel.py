@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from model.attention import attention_scale
+
 KEYS = 64
 # By rows a program, measured on an H200 at 1024 to 16384 tokens against 32 to 128 keys, 4 and 8 warps, 2 to 4 stages.
 COMPILE_OPTIONS: dict[int, dict[str, Any]] = {
@@ -141,7 +143,7 @@ def split_head_attention(q: Tensor, k: Tensor, v: Tensor, head_dim: int, rows: i
         *(TensorDescriptor.from_tensor(flat, [height, part]) for height in (rows, KEYS) for part in split),
         out,
         tokens,
-        math.log2(math.e) / math.sqrt(head_dim),
+        attention_scale(head_dim) * math.log2(math.e),
         heads,
         *split,
         rows,

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 triton = pytest.importorskip("triton", reason="Triton is not installed: the kernel was NOT run under its interpreter")
 
-from tests.triton_interpreter import interpreted  # noqa: E402
+from tests.triton_interpreter import interpreted, refusals_of  # noqa: E402
 
 SHAPES = [(5, 96), (3, 1000), (2, 1152), (1, 7), (3, 1024)]
 DTYPES = ("float32", "float16", "bfloat16")
@@ -75,13 +75,7 @@ def refusals() -> list[str]:
         (torch.zeros(8, 4).t(), None, x.clone()),
         (x, torch.zeros(4, 16)[:, ::2], x.clone()),
     ]
-    said = []
-    for arguments in wrong:
-        try:
-            residual_norm_triton(*arguments[:2], norm, arguments[2])
-            said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
+    said = refusals_of(lambda x, delta, out: residual_norm_triton(x, delta, norm, out), wrong)
     residual_norm_triton(torch.empty(0, 8), None, norm, torch.empty(0, 8))  # no token is no launch
     return said
 

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 triton = pytest.importorskip("triton", reason="Triton is not installed: the kernel was NOT run under its interpreter")
 
-from tests.triton_interpreter import ROOT, interpreted  # noqa: E402
+from tests.triton_interpreter import ROOT, interpreted, refusals_of  # noqa: E402
 
 # heads of the released towers, of two other pairs of parts, and rows that do not fill the last program
 SHAPES = [(64, 2, 72, 80), (192, 2, 72, 80), (320, 1, 40, 48), (128, 3, 88, 96)]
@@ -76,14 +76,7 @@ def refusals() -> list[str]:
         torch.zeros(64, 3, 2, 72, dtype=torch.bfloat16).unbind(1),
         torch.zeros(64, 3, 80, 2, dtype=torch.bfloat16).transpose(2, 3).unbind(1),
     ]
-    said = []
-    for arguments in wrong:
-        try:
-            split_head_attention(*arguments, 72, 64)
-            said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    return refusals_of(lambda q, k, v: split_head_attention(q, k, v, 72, 64), wrong)
 
 
 @pytest.fixture(scope="module")
